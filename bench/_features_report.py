@@ -13,7 +13,6 @@ OWNER_WAYS = {
     "replicated int8": "replicated, int8",
     "replicated int8, one level": "… on one level",
     "sharded int8/int8": "sharded, int8 and int8",
-    "sharded int8/int8 overlap": "… overlap",
     "DDP": "DDP",
     "DDP, ZeroRedundancyOptimizer": "DDP, ZeroRedundancyOptimizer",
     "hook int8, ZeroRedundancyOptimizer": "int8 hook, ZeroRedundancyOptimizer",

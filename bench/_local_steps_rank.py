@@ -43,7 +43,6 @@ def ways(every: int, delay: int) -> dict[str, dict | None]:
         f"H={every} corrected": local(delay=late),
         f"H={every} corrected int8": local("int8", delay=late),
         f"H={every} corrected int4": local("int4", delay=late),
-        f"H={every} corrected int4 no feedback": local(Config("int4"), delay=late),
     }
     if delay == USUAL_DELAY:
         return found

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from lib.common import Report, Row, keep_memory
 from lib.oracle import tcp_nbytes_sent
 from lib.ways import TOLERANCES
-from reducer_host import Model
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedcomm
 from fusedcomm.ranks import groups
@@ -24,6 +23,28 @@ CHUNKS = fusedcomm.Chunks(nbytes=1 << 20, in_flight=4)
 """Left open, they would depend on how fast the link was when the reducer was made, and ways would differ by chance."""
 NUM_PARAMETERS = 25
 WARM_ROUNDS = 5
+
+
+class Spread(torch.autograd.Function):
+    """Gives each parameter a gradient of its own, at little cost."""
+
+    @staticmethod
+    def forward(ctx, gradients: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return None, *(of_parameter.clone() for of_parameter in ctx.gradients)
+
+
+class Model(nn.Module):
+    def __init__(self, num_parameters: int, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(numel) for _ in range(num_parameters))
+
+    def forward(self, gradients: torch.Tensor) -> torch.Tensor:
+        return Spread.apply(gradients, *self.weights)
 
 
 class Way:

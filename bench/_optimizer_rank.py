@@ -50,7 +50,7 @@ def ways(wires: list[str], updates: list[str]) -> list[Way]:
     found = []
     for wire in wires:
         found.append(Way(f"{wire} {REPLICATED}", REPLICATED, two_shot(wire)))
-        found += [Way(f"{wire} update {update}", SHARDED, two_shot(wire), update, overlap=True) for update in updates]
+        found += [Way(f"{wire} update {update}", SHARDED, two_shot(wire), update) for update in updates]
     return found
 
 

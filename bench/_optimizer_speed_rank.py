@@ -37,7 +37,6 @@ LOOPBACK = "lo"
 ONLY_CHECKED = (
     Way("replicated fp32", REPLICATED, two_shot("fp32")),
     Way("sharded fp32/fp32", SHARDED, two_shot("fp32"), "fp32"),
-    Way("sharded fp32/fp32 overlap", SHARDED, two_shot("fp32"), "fp32", overlap=True),
 )
 """The first is what all others are compared with; these have its bits."""
 
@@ -50,9 +49,7 @@ def ways(ranks_per_host: int) -> list[Way]:
         Way("replicated int8", REPLICATED, int8),
         *one_level,
         Way("sharded int8/int8", SHARDED, int8, "int8"),
-        Way("sharded int8/int8 overlap", SHARDED, int8, "int8", overlap=True),
         Way("sharded int8/bf16", SHARDED, int8, "bf16"),
-        Way("sharded int8/bf16 overlap", SHARDED, int8, "bf16", overlap=True),
         Way("DDP", DDP),
         Way("DDP, ZeroRedundancyOptimizer", ZERO),
         Way("hook int8, ZeroRedundancyOptimizer", ZERO, int8),
@@ -203,7 +200,7 @@ def memory(trained: Trained) -> dict[str, int] | None:
     if trained.sharded is None:
         return None
     plan = trained.sharded.plan()
-    names = ("master_nbytes", "buffer_nbytes", "residual_nbytes")
+    names = ("master_nbytes", "buffer_nbytes")
     return {name: getattr(plan, name) for name in names}
 
 

@@ -59,7 +59,6 @@ class Way:
     front: str
     config: Config | None = None
     update: str = ""
-    overlap: bool = False
 
 
 def two_shot(wire: str) -> Config:
@@ -113,7 +112,6 @@ class Trained:
                 self.comm,
                 params=[{"params": params, "optimizer_class": kind, "lr": lr} for kind, params, lr in groups],
                 update=way.update,
-                overlap=way.overlap,
                 quiet=True,
             )
             self.optimizers: list[torch.optim.Optimizer] = [self.sharded]

@@ -165,10 +165,10 @@ def bindings_folder(made_once):
 
 @pytest.fixture(scope="module")
 def ranks_on_streams(on_streams_library):
-    """Two ranks with a simulated accelerator: see tests/helpers/on_streams.py."""
+    """Up to four ranks with a simulated accelerator, two without world_size=: see tests/helpers/on_streams.py."""
     from on_streams import RanksOnStreams
 
-    pool = RanksOnStreams(on_streams_library, 2)
+    pool = RanksOnStreams(on_streams_library, 4)
     yield pool
     pool.close()
 

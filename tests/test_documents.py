@@ -192,7 +192,7 @@ def numbers(line: str) -> list[float]:
 # ---- options
 
 
-@pytest.mark.parametrize("group", ["Config", "Feedback", "Chunks", "TwoLevels", "LocalOptions", "attach"])
+@pytest.mark.parametrize("group", ["Config", "Chunks", "TwoLevels", "LocalOptions", "attach"])
 def test_every_option_is_in_the_help_of_what_takes_it(group):
     """The documents send users there for the options."""
     options = getattr(fusedcomm, group)

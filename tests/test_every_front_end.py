@@ -133,7 +133,7 @@ WAYS = {
     **{name: (with_front_end, name, front_end.config("int8")) for name, front_end in FRONT_ENDS.items()},
     "hook, feedback": (with_front_end, "hook", Config("int8", feedback=Feedback())),
     "hook, int4": (with_front_end, "hook", Config("int4")),
-    "FSDP2, feedback": (with_front_end, "FSDP2", Config("int8", feedback=Feedback(unsharded=True))),
+    "FSDP2, feedback": (with_front_end, "FSDP2, replicate", Config("int8", feedback=Feedback())),
     "Horovod": (with_horovod, "", None),
     "simulation": (with_simulation, "", None),
 }
@@ -183,7 +183,7 @@ def in_inference_mode(rank, world_size, name, consolidated):
     """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
     found = []
     for mode in (False, True):
-        forward, comm = FRONT_ENDS[name].make(model(), Config("int4", feedback=Feedback(unsharded=name == "FSDP2")))
+        forward, comm = FRONT_ENDS[name].make(model(), Config("int4", feedback=Feedback()))
         backward(forward, rank)
         with torch.inference_mode(mode):
             state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
@@ -208,8 +208,8 @@ def in_inference_mode(rank, world_size, name, consolidated):
         ("reducer", False),
         ("DataParallel", True),
         ("CommState", False),
-        ("FSDP2", False),
-        ("FSDP2", True),
+        ("FSDP2, replicate", False),
+        ("FSDP2, replicate", True),
     ],
 )
 def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, name, consolidated):

@@ -3,13 +3,11 @@ wait for the device, the allocator needs no events for gradients, and nothing gr
 
 import contextlib
 import ctypes
-import datetime
 import gc
 
 import on_streams
 import pytest
 import torch
-import torch.distributed as dist
 from front_ends import FRONT_ENDS
 from models import Gradients, integers, reducer_of, refusal
 from ranks import Ranks, nothing
@@ -19,7 +17,6 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
 from fusedcomm.devices import cuda
-from fusedcomm.ranks import torch_groups
 
 SHAPES = ((96, 64), (64,))
 
@@ -147,21 +144,6 @@ def test_the_plan_says_that_nccl_is_called_directly(ranks_on_streams, ranks, nam
     assert "NCCL" not in "".join(ranks.run(plan_of, name, "cpu", world_size=2))
 
 
-def a_peer_that_never_comes(rank, world_size, device):
-    """What rank 0 says, and the blocks of the device's memory that it has more than before."""
-    if rank == 1:
-        return "", 0
-    before, second = on_streams.num_blocks(), datetime.timedelta(seconds=1)
-    arguments = dist.HashStore(), "own", rank, world_size, second, torch.device(device)
-    said = refusal(torch_groups.own_nccl, *arguments)
-    return said, on_streams.num_blocks() - before
-
-
-def test_a_peer_that_never_comes_is_named_and_leaves_no_memory(ranks_on_streams):
-    said, more = ranks_on_streams.run(a_peer_that_never_comes, on_streams.DEVICE)[0]
-    assert "communicator 'own', because within 1 s rank(s) [1] of these 2 did not come" in said and more == 0
-
-
 MANY = [(30 + i,) for i in range(40)]
 
 
@@ -236,4 +218,4 @@ def test_nothing_grows_while_gradients_move(ranks_on_streams, ranks_without_reco
     for half, whole in ranks_on_streams.run(memory_over_steps, name, on_streams.DEVICE, num_steps):
         assert whole <= half + 2, (half, whole)
     for half, whole in ranks_without_records.run(memory_over_steps, name, "cpu", num_steps):
-        assert whole < half + 100 * num_steps + (1 << 17), (half, whole)  # what torch makes late
+        assert whole < half + (1 << 17), (half, whole)  # what torch makes late

@@ -196,7 +196,6 @@ void bind_synchronizer(py::module_& m) {
       .def(
           "kept_means", [](Synchronizer& synchronizer, size_t index) { return synchronizer.kept().means(index); },
           py::arg("index"), NoGil())
-      .def("adopt_names", &Synchronizer::adopt_names, py::arg("other"), NoGil())
       // (name, number of dimensions) → number of the wire.
       .def("choose_wires", &Synchronizer::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchronizer::take_notices, NoGil())
@@ -224,7 +223,7 @@ void bind_synchronizer(py::module_& m) {
 // Without the GIL, because a pass that begins on an accelerator holds its lock while it waits for the pass before.
 void bind_weights(py::module_& m) {
   py::class_<PassWeights>(m, "PassWeights")
-      .def("use", &PassWeights::use, py::arg("of_sums"), py::arg("come_weighted") = false, NoGil())
+      .def("use", &PassWeights::use, py::arg("of_sums"), NoGil())
       .def("count_active", &PassWeights::count_active, py::arg("counts"), NoGil())
       .def("set", &PassWeights::set, py::arg("weight"), NoGil())
       .def("set_invalid", &PassWeights::set_invalid, NoGil())

@@ -31,7 +31,6 @@ void bind_rows(pybind11::module_& m) {
       .def_property_readonly("sent_nbytes", [](const Rows& of) { return sent_nbytes(of.plan(/*gathers=*/false)); })
       .def("plan", &Rows::plan, py::arg("gathers"), py::return_value_policy::copy)
       .def_property_readonly("plan_of_again", &Rows::plan_of_again, py::return_value_policy::copy)
-      .def_property_readonly("residual_nbytes", &Rows::residual_nbytes)
       .def(
           "reduce_scatter",
           [](Rows& of, const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {

@@ -48,7 +48,6 @@ Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(apart.begin(), ap
 }
 
 at::Tensor Gradients::view(size_t index) const {
-  if (num_rows_ != 1) return front().view({num_rows_, -1}).narrow(1, places_[index].offset, places_[index].numel);
   if (in_one_run_) return front().narrow(0, places_[index].offset, places_[index].numel);
   return tensors_[index].as_strided({places_[index].numel}, {1});
 }

@@ -46,8 +46,7 @@ class Gradients {
   at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
   // The run, or the first of separate tensors. It represents the bucket where one tensor is needed.
   const at::Tensor& front() const { return tensors_.front(); }
-  // A view of gradient `index`: [numel of the gradient], in the order of its memory; of rows [num_rows, numel in a
-  // row].
+  // A view of gradient `index`: [numel of the gradient], in the order of its memory. Not of rows.
   at::Tensor view(size_t index) const;
   // [numel()]: the run itself, or a copy of the separate tensors one after another.
   at::Tensor flattened() const;

@@ -139,24 +139,24 @@ void prepare(Device* device, Parameters* parameters, const Gradients& gradients,
 void make_residuals(const Engine& engine, const Place& place, c10::Device device, BucketRecord* record) {
   const WireConfig& config = engine.config();
   const BucketPlan& plan = record->plan;
-  if (!config.feedback || !plan.sums_codes() || plan.gathers) return;
+  if (!config.feedback || !plan.sums_codes()) return;
   for (size_t payload = 0; payload < record->kept.size(); ++payload) {
     const BucketLayout& layout = plan.encoded_layouts()[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->kept[payload].residual;
-    residual = record->has_rows ? ResidualBuffer::of_rows(layout, place, device)
-                                : std::make_shared<ResidualBuffer>(layout, plan.reduce_scale, place, device,
-                                                                   /*of_first_only=*/!plan.encodes_sums());
+    residual = std::make_shared<ResidualBuffer>(layout, plan.reduce_scale, place, device,
+                                                /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
 }
 
 void add_to(const at::Tensor& gradient, const at::Tensor& values) { gradient.add_(values.view(gradient.sizes())); }
 
-// Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
-// gradients, in whose unit the residuals' is `unit`.
+// Makes the record's residuals from those of its parameters; rows have none. A residual that can no longer be kept is
+// added to the gradients, in whose unit the residuals' is `unit`.
 void move_residuals(const Engine& engine, const Place& place, double unit, BucketRecord* record,
                     const Gradients& gradients) {
+  if (record->has_rows) return;
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
   if (!engine.config().feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
@@ -179,8 +179,7 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
       at::Tensor& all = values[member.payload];
       const int64_t numel = record->plan.encoded_layouts()[member.payload].lossy_numel;
       if (!all.defined()) all = at::zeros({numel}, left_out.options());
-      const at::Tensor range = residual->range_of(all, begins[member.payload], left_out.numel());
-      range.copy_(left_out.view(range.sizes()));
+      all.narrow(0, begins[member.payload], left_out.numel()).copy_(left_out);
     } else if (left_out.defined()) {
       add_to(gradients.view(i), left_out.mul(unit));
     }
@@ -208,9 +207,7 @@ void move_residuals(const Engine& engine, const Place& place, double unit, Bucke
     const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
     if (rest.defined() && !member.exact) {
-      const ResidualBuffer& residual = *record->kept[member.payload].residual;
-      const int64_t begin = member.state->residual_begin, numel = member.numel * gradients.num_rows();
-      add_to(gradients.view(i), residual.range_of(rest, begin, numel).mul(unit));
+      add_to(gradients.view(i), rest.narrow(0, member.state->residual_begin, member.numel).mul(unit));
     }
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->kept[member.payload].residual;
@@ -317,11 +314,6 @@ BucketRecordPtr make_record(const Bucket& bucket, const Engine& engine, const Pl
   return record;
 }
 
-void take_out_residuals(const BucketRecord& record) {
-  const at::NoGradGuard no_grad;
-  for (const BucketRecord::Member& member : record.members) member.state->take_out();
-}
-
 // A copy of the record, with tables of where the gradients lie now.
 BucketRecordPtr moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
                              Parameters* parameters) {
@@ -356,8 +348,6 @@ BucketRecordPtr BucketRecords::of(const Bucket& bucket, const PassWeight* weight
   BucketRecordPtr& record = records_[index];
   const bool is_new = !record || !is_of(*record, bucket, weight != nullptr) || !has_residuals(*record);
   if (is_new) {
-    // The residual of a parameter that is no longer in the rows must not keep that of all others.
-    if (bucket.rows() && record) take_out_residuals(*record);
     others_[index] = nullptr;
     record = make_record(bucket, engine_, place_, device_, weight, parameters);
     // Parameters may have come from records that are kept, whose residuals would only take memory.

@@ -2,7 +2,6 @@
 
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace fusedcomm {
@@ -22,11 +21,6 @@ void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
 at::Tensor ParameterState::left_out() const {
   if (loaded.defined() || !residual) return loaded;
   return residual->values(residual_begin, numel());
-}
-
-void ParameterState::take_out() {
-  loaded = left_out();
-  residual = nullptr;
 }
 
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec)
@@ -70,20 +64,6 @@ const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::s
     waiting_counts_.erase(count);
   }
   return state;
-}
-
-void Parameters::adopt_names(const std::vector<ParameterStatePtr>& theirs) {
-  for (const ParameterStatePtr& state : theirs) {
-    if (states_.count(state->parameter.unsafeGetTensorImpl()) != 0) continue;
-    add(state->parameter, state->name, state->number, wire_of(state->parameter));
-    next_number_ = std::max(next_number_, state->number + 1);
-  }
-}
-
-std::vector<ParameterStatePtr> Parameters::states() const {
-  std::vector<ParameterStatePtr> states;
-  for (const auto& [impl, state] : states_) states.push_back(state);
-  return states;
 }
 
 std::unordered_map<std::string, ParameterState*> Parameters::by_name() const {

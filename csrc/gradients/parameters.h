@@ -47,8 +47,6 @@ struct ParameterState {
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
   // Its residual: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor left_out() const;
-  // Copies its residual to `loaded`.
-  void take_out();
 };
 
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
@@ -74,11 +72,6 @@ class Parameters {
   bool knows(const at::Tensor& parameter) const { return states_.count(parameter.unsafeGetTensorImpl()) != 0; }
   // The number of the wire of a parameter that has no name.
   int wire_of(const at::Tensor& parameter) const { return parameter.dim() <= 1 ? wire_1d_ : 0; }
-  // Gives the parameters of another object the same names and numbers here. Call it before any parameter has appeared
-  // here.
-  void adopt_names(const std::vector<ParameterStatePtr>& theirs);
-  std::vector<ParameterStatePtr> states() const;
-
   // This rank's residuals by parameter name: fp32, in the unit of gradients. Parameters without a residual are missing,
   // and those that are not in `names`, if given.
   std::map<std::string, at::Tensor> residuals(const std::optional<ParameterNames>& names) const;

@@ -25,24 +25,23 @@ int lowest_rank(float marks) { return std::max(0, -std::ilogb(marks)) / 2; }
 }  // namespace
 
 double PassWeight::factor(const float* sum) const {
-  const double factor = sum[0] > 0 ? num_ranks / sum[0] : sum[0] == 0 && comes_weighted ? 1 : 0;
+  const double factor = sum[0] > 0 ? num_ranks / sum[0] : 0;
   return std::abs(factor - 1) < kRounding ? 1 : factor;
 }
 
 at::Tensor PassWeight::factor_of(const at::Tensor& sum) const {
   const at::Tensor total = sum[0].to(at::kDouble), factor = total.reciprocal().mul_(num_ranks);
   const at::Tensor rounded = at::where((factor - 1).abs() < kRounding, at::ones_like(factor), factor);
-  return at::where(total == 0, at::full_like(total, comes_weighted ? 1 : 0), rounded).to(at::kFloat);
+  return at::where(total == 0, at::zeros_like(total), rounded).to(at::kFloat);
 }
 
 PassWeights::PassWeights(Engine* engine, c10::Device device)
     : engine_(engine), device_(device), num_ranks_(static_cast<double>(engine->world_size())), rank_(engine->rank()) {}
 
-void PassWeights::use(bool of_sums, bool come_weighted) {
+void PassWeights::use(bool of_sums) {
   std::lock_guard<std::mutex> lock(mutex_);
   is_on_ = true;
   of_sums_ = of_sums;
-  come_weighted_ = come_weighted;
 }
 
 bool PassWeights::of_sums() const {
@@ -146,7 +145,6 @@ void PassWeights::take_over(const PassWeights& from) {
   std::scoped_lock lock(mutex_, from.mutex_);
   is_on_ = from.is_on_;
   of_sums_ = from.of_sums_;
-  come_weighted_ = from.come_weighted_;
   counts_active_ = from.counts_active_;
   weight_ = from.weight_;
   is_invalid_ = from.is_invalid_;
@@ -174,7 +172,6 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
   auto weight = std::make_shared<PassWeight>();
   weight->num_ranks = num_ranks_;
   weight->is_deferred = is_deferred_;
-  weight->comes_weighted = come_weighted_;
   weight->share = own / unit;
   if (followed_.defined()) {
     weight->head = followed_;
@@ -182,7 +179,7 @@ PassWeightPtr PassWeights::begin(bool is_shadow) {
     weight->pack = weight->share == 0 ? 0 : 1;  // the rows' pack has multiplied by the weight
     return weight;
   }
-  weight->pack = come_weighted_ || (own != 0 && of_sums_) ? 1 / unit : own / unit;
+  weight->pack = own != 0 && of_sums_ ? 1 / unit : own / unit;
   const auto on_host = at::TensorOptions().dtype(at::kFloat).pinned_memory(!device_.is_cpu());
   const at::Tensor head = at::zeros({kHeadNumel}, on_host);
   auto* const data = head.mutable_data_ptr<float>();
@@ -218,7 +215,7 @@ std::exception_ptr PassWeights::received(PassWeight* weight, const at::Tensor& s
   const auto* const data = sum.const_data_ptr<float>();
   if (data[0] < 0) return nullptr;  // the bucket is empty
   weight->mean = data[0] / weight->num_ranks;
-  if (data[0] == 0 && !weight->comes_weighted) sums_to_zero_ = true;
+  if (data[0] == 0) sums_to_zero_ = true;
   const std::exception_ptr refusal = refusal_of(data);
   if (refusal) is_refused_ = true;
   return refusal;

@@ -34,9 +34,8 @@ struct PassWeight {
   // fp32 [4], on the device: the head of this rank's messages. `share`, or NaN if the rank has no valid weight; the
   // rank's mark if it has none; zeros.
   at::Tensor head;
-  double num_ranks = 1;         // whose weights a sum of heads has
-  bool comes_weighted = false;  // see PassWeights::use()
-  bool is_deferred = false;     // another session's sum follows, which divides by the weights
+  double num_ranks = 1;      // whose weights a sum of heads has
+  bool is_deferred = false;  // another session's sum follows, which divides by the weights
   // The mean of the ranks' shares; negative as long as this rank has received none.
   std::atomic<double> mean{-1};
   // Accelerators: the pass's first sum of heads on the host, and when it is there.
@@ -45,8 +44,7 @@ struct PassWeight {
 
   // The unit of residuals in that of the gradients; 0 if the rank has no weight.
   double of_residuals() const { return pack == 0 ? 0 : share / pack; }
-  // What multiplies decoded gradients; 0 if no rank has a weight, or 1 where they come weighted; 0 if one has none that
-  // is valid. sum: of heads.
+  // What multiplies decoded gradients; 0 if no rank has a weight, or one has none that is valid. sum: of heads.
   double factor(const float* sum) const;
   // The same on the device of `sum`, fp32 [], but NaN if a rank has no valid weight.
   at::Tensor factor_of(const at::Tensor& sum) const;
@@ -59,9 +57,7 @@ class PassWeights {
   PassWeights(Engine* engine, c10::Device device);
 
   // Weighs the passes from now on; every rank must call it. of_sums: gradients are those of a sum, w times a mean.
-  // come_weighted: so are those of a rank with the weight 0, which are sent as they are, and only its residuals wait.
-  // If all ranks have that weight, the sum is not divided.
-  void use(bool of_sums, bool come_weighted = false);
+  void use(bool of_sums);
   bool of_sums() const;
   // Whether every rank with a backward pass weighs 1 and one without weighs 0, where use() was not called.
   void count_active(bool counts);
@@ -120,7 +116,7 @@ class PassWeights {
   std::atomic<bool> sums_to_zero_{false};  // whether all weights of a pass were 0
 
   mutable std::mutex mutex_;  // guards the members below
-  bool is_on_ = false, of_sums_ = false, come_weighted_ = false, counts_active_ = false, is_deferred_ = false;
+  bool is_on_ = false, of_sums_ = false, counts_active_ = false, is_deferred_ = false;
   double num_ranks_;
   int rank_;                      // what errors call this rank
   std::optional<double> weight_;  // none before set()

@@ -45,14 +45,6 @@ ResidualBuffer::ResidualBuffer(const BucketLayout& layout, float reduce_scale, c
       first_(zeros(first_numel(), device)),
       second_(zeros(has_second_ ? second_numel() : 0, device)) {}
 
-std::shared_ptr<ResidualBuffer> ResidualBuffer::of_rows(const BucketLayout& all, const Place& place,
-                                                        c10::Device device) {
-  auto residual = std::make_shared<ResidualBuffer>(all, /*reduce_scale=*/1.0F, place, device,
-                                                   /*of_first_only=*/true);
-  residual->of_rows_ = true;
-  return residual;
-}
-
 Range ResidualBuffer::first_range(int64_t chunk) const {
   const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
   return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
@@ -88,7 +80,6 @@ at::Tensor ResidualBuffer::of_first(int64_t begin, int64_t numel) const {
 at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   const NoAutocast no_autocast;
   for (const at::Tensor& residual : storages()) will_read(residual);
-  if (of_rows_) return row_values(begin, numel / layout_.num_parts).view({-1});
   const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
   const Range wanted{begin, begin + numel};
   const auto overlap = [&wanted](const Range& range) {
@@ -115,41 +106,10 @@ at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   return values;
 }
 
-at::Tensor ResidualBuffer::row_values(int64_t begin, int64_t numel) const {
-  const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = num_first_parts_ * part_numel;
-  at::Tensor values = at::zeros({layout_.num_parts, numel}, first_.options().dtype(at::kFloat));
-  const at::Tensor own = own_rows(values);
-  for (int64_t at = begin, end = 0; at < begin + numel; at = end) {
-    const int64_t chunk = at / part_numel, from = at - chunk * part_numel;
-    end = std::min(begin + numel, (chunk + 1) * part_numel);
-    const at::Tensor rows = first_.narrow(0, chunk * chunk_numel, chunk_numel).view({num_first_parts_, part_numel});
-    own.narrow(1, at - begin, end - at).copy_(rows.narrow(1, from, end - at));
-  }
-  return first_share_ == 1 ? values : values.div_(divisor(first_share_, values));
-}
-
-at::Tensor ResidualBuffer::own_rows(const at::Tensor& rows) const {
-  return place_.on_two_levels()
-             ? rows.unflatten(0, {place_.num_hosts, place_.ranks_per_host}).select(1, place_.local_rank)
-             : rows;
-}
-
-at::Tensor ResidualBuffer::range_of(const at::Tensor& values, int64_t begin, int64_t numel) const {
-  if (!of_rows_) return values.narrow(0, begin, numel);
-  return values.view({layout_.num_parts, -1}).narrow(1, begin, numel / layout_.num_parts);
-}
-
 at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   const NoAutocast no_autocast;
   first_share_ = second_factor_ = 1;
   second_on_device_ = at::Tensor();
-  if (of_rows_) {
-    const at::Tensor rest = values.clone().view({layout_.num_parts, layout_.num_chunks, layout_.part.lossy_numel});
-    const at::Tensor own = own_rows(rest);
-    first_.copy_(own.transpose(0, 1).reshape({-1}));
-    own.zero_();
-    return place_.on_two_levels() ? rest.view({-1}) : at::Tensor();
-  }
   at::Tensor rest = values.clone();
   at::Tensor of_first = at::zeros({first_numel()}, values.options());
   const int64_t part_numel = layout_.part.lossy_numel;

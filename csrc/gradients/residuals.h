@@ -29,9 +29,6 @@ class ResidualBuffer {
   // twice.
   ResidualBuffer(const BucketLayout& layout, float reduce_scale, const Place& place, c10::Device device,
                  bool of_first_only = false);
-  // A reduce-scatter's residual: a part for each row, of which layout `all` is; there is no second one. `begin` counts
-  // elements in a row then, and [numel] elements are [num_rows, numel / num_rows].
-  static std::shared_ptr<ResidualBuffer> of_rows(const BucketLayout& all, const Place& place, c10::Device device);
 
   Residual of_first() const { return {first_.data_ptr<float>(), first_numel()}; }
   Residual of_second() const { return {second_.data_ptr<float>(), second_numel()}; }
@@ -67,8 +64,6 @@ class ResidualBuffer {
   std::optional<EncoderResiduals> of_encoders() const;
   // Replaces the residuals by what of_encoders() has returned for a buffer like this one. Returns whether it was.
   bool take(const EncoderResiduals& of_encoders);
-  // The view of `values`, as set_values() takes them, of what values(begin, numel) returns.
-  at::Tensor range_of(const at::Tensor& values, int64_t begin, int64_t numel) const;
 
  private:
   int64_t first_numel() const { return layout_.num_chunks * num_first_parts_ * layout_.part.lossy_numel; }
@@ -77,11 +72,6 @@ class ResidualBuffer {
   bool is_unscaled() const { return first_share_ == 1; }
   // The first residual's view of the part that this rank encodes twice.
   at::Tensor own_first() const;
-  // values() of rows.
-  at::Tensor row_values(int64_t begin, int64_t numel) const;
-  // Returns a view of those of `rows`, [num_rows, …], that this rank encodes, in the order of its parts: on two levels
-  // the rows of the ranks with its local number.
-  at::Tensor own_rows(const at::Tensor& rows) const;
   // Elements of the first residual, as of a rank with the mean weight.
   at::Tensor of_first(int64_t begin, int64_t numel) const;
   // The range of a chunk's elements that the first encoder encodes.
@@ -92,7 +82,6 @@ class ResidualBuffer {
   const Place place_;
   const int64_t num_first_parts_;  // parts of a chunk that the first encoder encodes
   const bool has_second_;
-  bool of_rows_ = false;
   at::Tensor first_, second_;                   // fp32
   double first_share_ = 1, second_factor_ = 1;  // what they have been multiplied by, and what multiplies them
   at::Tensor second_on_device_;                 // second_factor_ if it is a tensor

@@ -40,13 +40,6 @@ void Rows::set_row(std::vector<size_t> row) {
   kept_ = nullptr;
 }
 
-int64_t Rows::residual_nbytes() const {
-  const WireConfig& config = synchronizer_->engine().config();
-  int64_t numel = 0;
-  for (const BucketLayout& all : scatter_plan_.encoded_rows) numel += all.wire == Wire::kFp32 ? 0 : all.lossy_numel;
-  return config.feedback ? numel / config.ranks_per_host * static_cast<int64_t>(sizeof(float)) : 0;
-}
-
 FuturePtr Rows::reduce_scatter(const at::Tensor& rows, const at::Tensor& own, double factor, bool is_last) {
   return run(rows, {own, /*gathers=*/false, factor}, is_last);
 }

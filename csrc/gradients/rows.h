@@ -7,8 +7,8 @@
 // On two levels a reduce-scatter adds within hosts first, and of an all-gather each row crosses the network once for
 // each other host; see sums.cpp. A rank may keep what has crossed it, to gather the same rows again within its host.
 //
-// A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. With error feedback
-// the pack of a reduce-scatter keeps a residual of all rows. An all-gather's pack keeps none.
+// A row consists of pieces, for FSDP2 a slice of each of a module's parameters that are trained. Rows have no error
+// feedback: residuals would be as large as the rows of all ranks.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -42,8 +42,6 @@ class Rows {
   const BucketPlan& plan(bool gathers) const { return gathers ? gather_plan_ : scatter_plan_; }
   // The same of an all-gather with Keeping::kAgain.
   const BucketPlan& plan_of_again() const { return again_plan_; }
-  // Bytes of this rank's residuals; 0 without error feedback.
-  int64_t residual_nbytes() const;
 
   // Each returns at once. rows: [world_size × row_numel()], own: [row_numel()], each float32, bfloat16 or float16. Both
   // are contiguous, on the synchronizer's device, and must live until the future is done; on an accelerator, until the

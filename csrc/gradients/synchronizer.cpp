@@ -274,14 +274,6 @@ void Synchronizer::restore_nonfinite(const std::map<std::string, int64_t>& count
   parameters_.restore_nonfinite(counts);
 }
 
-void Synchronizer::adopt_names(const Synchronizer& other) {
-  std::unique_lock<std::mutex> their_lock(other.mutex_);
-  const std::vector<ParameterStatePtr> theirs = other.parameters_.states();
-  their_lock.unlock();
-  std::lock_guard<std::mutex> lock(mutex_);
-  parameters_.adopt_names(theirs);
-}
-
 std::vector<std::string> Synchronizer::take_notices() {
   std::string of_weights = weights_.take_notice();
   std::lock_guard<std::mutex> lock(mutex_);

@@ -98,8 +98,6 @@ class Synchronizer {
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals,
                          const std::optional<ParameterNames>& names = std::nullopt,
                          const std::map<std::string, EncoderResiduals>& of_encoders = {});
-  // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
-  void adopt_names(const Synchronizer& other);
 
   // Takes over from one with the same parameters whose engine has stopped: residuals, step, weights, and counts of
   // non-finite elements. again: the pass under way there will be handed over here, too, as KeptPass::packed() returns

@@ -116,7 +116,7 @@ class Tuner:
         also_agree: Mapping[str, object],
         problem: Exception | None = None,
     ) -> None:
-        self._has_off, self._announce, self._caps = has_off, announce, caps
+        self._announce, self._caps = announce, caps
         self._target: Target | None = None
         first = EXACT
         on = process_group, numbered(parameters, first), local, device, announce
@@ -167,15 +167,6 @@ class Tuner:
             self._target.unwatch()
         for session in {*self._sessions.values(), self.session}:
             session.stop(reason)
-
-    def moved(self, process_group: dist.ProcessGroup, also_agree: Mapping[str, object]) -> "Tuner":
-        """As :meth:`Session.moved`, with a search that begins again."""
-        old = self.session
-        on = process_group, old.parameters, old.local, old.device, self._announce
-        new = Tuner(*on, has_off=self._has_off, caps=self._caps, also_agree=also_agree)
-        take_over(new.session, old)
-        self.stop("the module moved to another process group")
-        return new
 
     def tuning(self) -> Tuning:
         """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""

@@ -86,7 +86,7 @@ _PARALLEL = "fusedcomm.DataParallel(module, config=…, members=members)"
 _INSIDE_HOSTS = "DDP or FSDP2 inside a host"
 _ON_CUDA = "gradients on cuda"
 _OWN_GROUP = "members bring their own group"
-WEIGHTS = "weights of ranks (weighted=, or LocalSteps(every=) as a time)"
+_NO_RESIDUALS = "a rank's residuals would be as large as all gradients, and it divides memory over the ranks"
 
 # A row is two lines: where and what; why and what to change.
 # fmt: off
@@ -113,10 +113,8 @@ TABLE = tuple(Combination(*row) for row in (
      "it would round what the wire does not", "leave it out, or use 'fp32'"),
     ("Config", {"params_kept": True, "params": "fp32"},
      "torch gathers them, and codes are kept", "give the wire of parameters, or leave it out"),
-    ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, WEIGHTS: True},
+    ("sums on two levels", {"hosts": GIVEN, "feedback": GIVEN, "weighted": GIVEN},
      "residuals of a host's ranks have no weight", "use hosts=None, or leave one of them out"),
-    ("gradients without shards", {"Feedback(unsharded=True)": True},
-     "it is for reduce-scatters", "leave it out"),
     ("gradients without shards", {"params": Besides(("fp32",))},
      "it is for FSDP2's all-gathers", "leave it out"),
     ("every front end", {"isa": GIVEN, _ON_CUDA: True},
@@ -167,11 +165,8 @@ TABLE = tuple(Combination(*row) for row in (
      "its reduce-scatters have one wire from the start", "name the wire"),
     ("FSDP2", {"sum": Besides(("auto",))},
      "every rank adds what is for it", "leave it out"),
-    ("FSDP2", {"Feedback(unsharded=True)": True, "replicas without shards": True},
-     "it is for reduce-scatters", "leave unsharded out"),
     ("FSDP2", {"feedback": GIVEN, "shards without replicas": True},
-     "residuals are as large as all gradients, which it shards to save memory",
-     "use Feedback(unsharded=True) if there is memory for it, or leave it out"),
+     _NO_RESIDUALS, "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "replicas without shards": True},
      "nothing is gathered", "leave it out"),
     ("FSDP2", {"params": Besides(("fp32",)), "a module's own all-gather": GIVEN},
@@ -228,8 +223,8 @@ TABLE = tuple(Combination(*row) for row in (
      "each rank takes its state with it when it leaves", "make the GradReducer without members"),
     ("ShardedOptimizer", {"config": "auto"},
      "it needs one wire from the start", "name the GradReducer's wire"),
-    ("ShardedOptimizer", {"overlap": True, "find_unused_parameters": True},
-     "what was used is known when the backward pass ends", "leave one of them out"),
+    ("ShardedOptimizer", {"feedback": GIVEN},
+     _NO_RESIDUALS, "make the GradReducer without it"),
     ("ShardedOptimizer", {"sum": SINGLE_LEVEL},
      "it has no second half in which an owner could step", "use sum='auto' or 'two-shot'"),
 
@@ -243,6 +238,8 @@ TABLE = tuple(Combination(*row) for row in (
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"compare": Besides(("warn",))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
+    ("LocalSteps", {"feedback": GIVEN},
+     "merges are seldom, and no loss showed what it keeps memory for", "leave it out"),
     ("LocalSteps", {"sum": "direct"},
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},

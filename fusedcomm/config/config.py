@@ -251,15 +251,9 @@ class Config(Options):
         """The number of the wire of a parameter with at most one dimension and an unknown name."""
         return self.wire_number("", torch.empty(0, dtype=torch.float32))
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether reduce-scatters of FSDP2 have error feedback."""
-        return self.feedback is not None and self.feedback.unsharded
-
     def refuse_unsharded(self) -> None:
         """Raises ValueError if an option is set that only FSDP2's shards have."""
-        given = {"Feedback(unsharded=True)": self.is_unsharded, "params": self.params}
-        combinations.refuse("gradients without shards", given)
+        combinations.refuse("gradients without shards", {"params": self.params})
 
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See :func:`fusedcomm.patterns.check`."""

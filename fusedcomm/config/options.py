@@ -50,15 +50,9 @@ class Feedback(Options):
     only for the elements that it sums for its host, 1/L of the bucket with L ranks on a host; errors of the local wire
     are lost. They are fp32: 4 bytes an element, and with two-shot 4 bytes divided by the world size in addition.
 
-    Args:
-        unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
-            the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
+    Of FSDP2 the all-reduce of HSDP and replicate() has it. Reduce-scatters have none: a rank's residuals would be as
+    large as the whole model.
     """
-
-    unsharded: bool = False
-
-    def __post_init__(self) -> None:
-        check.flag("Feedback(unsharded)", self.unsharded)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -39,8 +39,8 @@ class CommState(Sealed):
     Args:
         config: a wire's name or a :class:`fusedcomm.Config`; see :func:`fusedcomm.autotune.auto.chosen`.
         local: as for :func:`fusedcomm.attach`.
-        process_group: the group that DDP uses. None: the default group. A hook cannot see that DDP's group changes: set
-            this object's attribute `process_group` to the new group then.
+        process_group: the group that DDP uses. None: the default group. A hook cannot see that DDP's group changes:
+            make another DistributedDataParallel and CommState then.
         module: the model. Needed only if `Config.wires` has patterns of names, because a hook sees no names.
 
     The mean is over all ranks of the group: a hook without the DDP module does not see
@@ -76,9 +76,7 @@ class CommState(Sealed):
         self._seal()
 
     def session(self, device: torch.device) -> Session:
-        """Returns the running session. The first call, and the first after the group has changed, starts it.
-
-        Every rank must make that call.
+        """Returns the running session. The first call, which every rank must make, starts it.
 
         Args:
             device: where the bucket is; the engine moves gradients on that device.
@@ -91,7 +89,10 @@ class CommState(Sealed):
         if self._comm is None:
             self._comm, self._loaded = self._attached(group, device), None
         elif self._comm.session.process_group is not group:
-            self._comm = CommHandle(self._comm.session.moved(group))
+            raise RuntimeError(
+                "fusedcomm: this CommState was given another process_group after its first bucket: make another "
+                "DistributedDataParallel over that group, with a CommState of its own"
+            )
         self._comm.session.say_notices()
         return self._comm.session
 

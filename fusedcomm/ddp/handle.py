@@ -15,7 +15,6 @@ from fusedcomm.ddp.module import (
     forget_refused_hooks,
     join_of,
     native_hook,
-    options_to_agree,
     refuse_join,
     synchronized_tensors,
 )
@@ -97,10 +96,11 @@ class Handle(CommHandle):
         return [] if ddp is None else synchronized_tensors(ddp)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        if self.session.process_group is not ddp.process_group:  # after DistributedDataParallel._update_process_group
-            self._runs = self._runs.moved(ddp.process_group, options_to_agree(ddp))
-            if self.session.has_engine:
-                self._run_on(ddp)
+        if self.session.process_group is not ddp.process_group:
+            raise RuntimeError(
+                "fusedcomm: DistributedDataParallel has another process group than at attach: call detach() before "
+                "_update_process_group, and fusedcomm.attach again after it, on every rank"
+            )
         if self._target is None:
             self._is_hooked = ddp in targets and not let_go(ddp)
             return

@@ -185,53 +185,25 @@ class FusedReduceScatter:
 
     # ---- residuals of error feedback
 
-    @property
-    def keeps_row_residuals(self) -> bool:
-        """Whether this rank keeps residuals of the reduce-scatter, which are of all ranks' slices."""
-        return self._session is not None and self._session.keeps_residuals
-
-    @property
-    def residual_nbytes(self) -> int:
-        """Bytes of the residuals of the reduce-scatter."""
-        return self.native().residual_nbytes if self.keeps_row_residuals else 0
-
     def with_residuals(self) -> list[ShardedParameter]:
-        """The parameters, frozen ones included, whose residuals are kept."""
-        if self.keeps_row_residuals:
-            wire_of = self._wire_of
-        elif self._replicas is not None and self._replicas.session.keeps_residuals:
-            wire_of = self._replicas.wire_of
-        else:
-            return []
-        return [p for p in self.sharded.parameters if wire_of(p.name, p.tensor) != _C.EXACT_WIRE]
-
-    def row_residuals(self) -> dict[str, torch.Tensor]:
-        """This rank's residuals in the reduce-scatter, in the unit of gradients: fp32 [world_size, row_numel]. A
-        parameter without one is missing, because nothing has been left out of it."""
-        if not self.keeps_row_residuals:
-            return {}
-        self.native()
-        shapes = {p.name: (self._session.world_size, p.row_numel) for p in self.sharded.parameters}
-        found = self._session.synchronizer.residuals(set(shapes))
-        return {name: values.view(shapes[name]) for name, values in found.items()}
-
-    def sum_residuals(self) -> dict[str, torch.Tensor]:
-        """This rank's residuals in the all-reduce, in the unit of gradients before the reduce-scatter: fp32
-        [row_numel]. As in row_residuals() some may be missing."""
+        """The parameters, frozen ones included, whose residuals are kept: those of the all-reduce."""
         if self._replicas is None or not self._replicas.session.keeps_residuals:
+            return []
+        return [p for p in self.sharded.parameters if self._replicas.wire_of(p.name, p.tensor) != _C.EXACT_WIRE]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """This rank's residuals, in the unit of gradients before the reduce-scatter: fp32 [row_numel]. A parameter
+        without one is missing, because nothing has been left out of it."""
+        own = {p.name for p in self.with_residuals()}
+        if not own:
             return {}
-        found = self._replicas.session.synchronizer.residuals({p.name for p in self.sharded.parameters})
+        found = self._replicas.session.synchronizer.residuals(own)
         return {name: values / self._unit_of_sums for name, values in found.items()}
 
-    def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
-        """Replaces the residuals of this module: see row_residuals() and sum_residuals()."""
-        own = {p.name for p in self.sharded.parameters}
-        if self.keeps_row_residuals:
-            self.native()
-            self._session.synchronizer.restore_residuals(rows, own)
-        if self._replicas is not None and self._replicas.session.keeps_residuals:
-            scaled = {name: row * self._unit_of_sums for name, row in sums.items()}
-            self._replicas.session.synchronizer.restore_residuals(scaled, own)
+    def restore(self, residuals: dict[str, torch.Tensor]) -> None:
+        """Replaces the residuals of this module: see residuals()."""
+        scaled = {name: row * self._unit_of_sums for name, row in residuals.items()}
+        self._replicas.session.synchronizer.restore_residuals(scaled, {p.name for p in self.sharded.parameters})
 
     @property
     def _unit_of_sums(self) -> float:

@@ -29,23 +29,12 @@ def sums_of(config: Config, group: dist.ProcessGroup | None, replicas: dist.Proc
         ValueError: an option has no effect on these sums.
     """
     has_rows, has_replicas = (each is not None and each.size() > 1 for each in (group, replicas))
-    feedback = config.feedback
-    given = {
-        "Feedback(unsharded=True)": config.is_unsharded,
-        "feedback": None if config.is_unsharded else feedback,
-        "replicas without shards": not has_rows,
-        "shards without replicas": not has_replicas,
-    }
-    combinations.refuse("FSDP2", given)
-    of_sums = None if feedback is None else dataclasses.replace(feedback, unsharded=False)
-    of_rows = of_sums if feedback is not None and feedback.unsharded else None
-    between = dataclasses.replace(config, feedback=of_sums, params="fp32", params_kept=False) if has_replicas else None
+    combinations.refuse("FSDP2", {"feedback": config.feedback, "shards without replicas": not has_replicas})
+    between = dataclasses.replace(config, params="fp32", params_kept=False) if has_replicas else None
     if config.hosts in (hosts.AUTO, None) or not (has_rows and has_replicas):
-        rows = dataclasses.replace(config, sum="two-shot", feedback=of_rows) if has_rows else None
+        rows = dataclasses.replace(config, sum="two-shot", feedback=None) if has_rows else None
         return Sums(rows, between, config.wire_number)
-    within = Config(
-        config.local_wire, sum="two-shot", hosts=None, chunks=config.chunks, feedback=of_rows, params=config.params
-    )
+    within = Config(config.local_wire, sum="two-shot", hosts=None, chunks=config.chunks, params=config.params)
 
     def wire_of(name: str, parameter: object) -> int:
         return _C.EXACT_WIRE if config.wire_number(name, parameter) == _C.EXACT_WIRE else 0

@@ -189,7 +189,6 @@ class MeshSums:
             num_replicas=self.num_replicas,
             codec="none" if self.is_off else self.sessions[0].codec,
             scratch_nbytes=sum(session.synchronizer.engine.scratch_nbytes for session in self.sessions),
-            residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
             params="fp32" if self.is_off else self.config.params,
             gathered_nbytes=rings_nbytes + sum(plan.sent_nbytes for plan in gathered),
             exact_gathered_nbytes=self._ring_nbytes([comm.sharded for comm in self.comms]),
@@ -260,13 +259,7 @@ class MeshSums:
         ring_nbytes = (self.num_shards - 1) * sum(comm.sharded.reduced_nbytes for comm in self.comms)
         torchs = self.grid.traffic([], [], passes * ring_nbytes, [])
         now = self._traffic(self.grid).gradients_nbytes
-        if now > torchs.nbytes:
-            why = self.rows.levels.one_level_reason or f"hosts={self.config.hosts!r}"
-            warnings.warn(
-                f"fusedcomm: a host sends {now / 2**20:.2f} MiB of gradients to others in a step, and with torch's own "
-                f"reduce-scatter {torchs.nbytes / 2**20:.2f} MiB, because sums have one level, not two: {why}",
-                stacklevel=5,
-            )
+        self.rows.levels.warn_of_more(self.config, now, "torch's own reduce-scatter", torchs.nbytes, stacklevel=5)
 
     def _row(self, comm: FusedReduceScatter) -> Row:
         trained = [p for p in comm.sharded.parameters if p.is_trained]

@@ -12,13 +12,13 @@ class FsdpPlan(Plan):
     `sent_nbytes` in its reduce-scatter, 0 without one; `wire` is empty where torch reduces.
 
     `num_shards`: ranks of a reduce-scatter, in `wire`; `num_replicas`: ranks of the all-reduce that follows, in
-    `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters. `params`: the wire in which parameters are gathered.
-    `gathered_nbytes`: that this rank sends in the all-gathers of a step, `exact_gathered_nbytes` if all were torch's
-    own; `summed_nbytes`: in all-reduces between replicas, 0 where torch sums. `kept_nbytes`: of codes that this rank
-    keeps from forward to backward passes. `levels`: the hosts, where reduce-scatters add within them first; empty on
-    one level, of which `one_level_reason` says why, if several hosts have several ranks. `off`: whether torch reduces,
-    as it does without fusedcomm; `wire` is then "off", too. `others`: plans of modules on further meshes."""
+    `wire_of_replicas`; 1 for neither. `traffic`: of the host that sends most; None with `off`. `params`: the wire in
+    which parameters are gathered. `gathered_nbytes`: that this rank sends in the all-gathers of a step,
+    `exact_gathered_nbytes` if all were torch's own; `summed_nbytes`: in all-reduces between replicas, 0 where torch
+    sums. `kept_nbytes`: of codes that this rank keeps from forward to backward passes. `levels`: the hosts, where
+    reduce-scatters add within them first; empty on one level, of which `one_level_reason` says why, if several hosts
+    have several ranks. `off`: whether torch reduces, as it does without fusedcomm; `wire` is then "off", too. `others`:
+    plans of modules on further meshes."""
 
     wire: str
     wire_of_replicas: str
@@ -26,7 +26,6 @@ class FsdpPlan(Plan):
     num_replicas: int
     codec: str
     scratch_nbytes: int
-    residual_nbytes: int
     traffic: Traffic | None
     params: str = "fp32"
     gathered_nbytes: int = 0
@@ -56,11 +55,6 @@ class FsdpPlan(Plan):
 
     def _ends(self) -> list[str]:
         lines = []
-        if self.residual_nbytes:
-            lines.append(
-                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
-                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
-            )
         exact = self.grad_nbytes * (self.num_shards - 1) // self.num_shards
         if exact and not self.off:
             sent = self.sent_nbytes

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fusedcomm.fsdp.comm import FusedReduceScatter
-from fusedcomm.ranks.groups import all_gather_single, reduce_scatter_single
 
 VERSION = 1
 
@@ -41,43 +40,21 @@ def load_state_dict(comms: list[FusedReduceScatter], state: dict[str, Any]) -> N
         for comm in comms:
             comm.num_calls = state["calls"][comm.sharded.title]
             own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
-            if not own:
-                continue
-            if comm.keeps_row_residuals:
-                group = comm.sharded.process_group
-                comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
-            else:
-                comm.restore({}, own)
+            if own:
+                comm.restore(own)
 
 
 def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
     """The mean over ranks of the residuals of each parameter that has them."""
-    rows, sums = comm.row_residuals(), comm.sum_residuals()
-    group, replicas = comm.sharded.process_group, comm.sharded.replicas
+    residuals, replicas = comm.residuals(), comm.sharded.replicas
     means = {}
     for parameter in comm.with_residuals():
-        name = parameter.name
-        mean = sums.get(name, torch.zeros(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device))
-        if comm.keeps_row_residuals:
-            # A parameter that has been frozen from the start has none.
-            of_ranks = rows.get(
-                name, torch.zeros(group.size(), parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
-            )
-            own = torch.empty(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
-            reduce_scatter_single(own, of_ranks.flatten(), group=group)
-            mean = mean + own / group.size()
-        if replicas is not None and replicas.size() > 1:
-            dist.all_reduce(mean, group=replicas)
-            mean /= replicas.size()
-        means[name] = parameter.dtensor(mean)
+        # A parameter that has been frozen from the start has none.
+        none = torch.zeros(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
+        mean = residuals.get(parameter.name, none)
+        dist.all_reduce(mean, group=replicas)
+        means[parameter.name] = parameter.dtensor(mean / replicas.size())
     return means
-
-
-def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The slices of all ranks: fp32 [world_size, row_numel]."""
-    rows = torch.empty(group.size(), row.numel(), dtype=torch.float32, device=row.device)
-    all_gather_single(rows.flatten(), row, group=group)
-    return rows
 
 
 def _check(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.auto import chosen
-from fusedcomm.config import WITH_SCALES, Config, Feedback, Wire, check, combinations
+from fusedcomm.config import Config, Wire, check, combinations
 from fusedcomm.local_steps import shards
 from fusedcomm.local_steps.windows import seconds_of
 from fusedcomm.native import _C
@@ -62,15 +62,10 @@ def schedule(every: int | str, delay: int | None) -> Schedule:
 
 
 def configuration(config: "Config | Wire") -> Config:
-    """The wire of the merges: a wire's name has error feedback where the wire has scales.
-
-    Raises ValueError or TypeError if merges cannot be sent so.
-    """
-    if isinstance(config, str) and config in WITH_SCALES:
-        config = Config(config, feedback=Feedback())
+    """The wire of the merges. Raises ValueError or TypeError if merges cannot be sent so."""
     found = chosen(config, "LocalSteps")
     assert isinstance(found, Config)  # neither a search nor "off"
-    names = ("weighted", "compare_every", "compare", "sum")
+    names = ("weighted", "compare_every", "compare", "sum", "feedback")
     combinations.refuse("LocalSteps", {name: getattr(found, name) for name in names})
     return found
 

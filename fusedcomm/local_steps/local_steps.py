@@ -48,8 +48,8 @@ class LocalSteps(Surface):
             as many in the mean.
         delay: steps from snapshot to merge, below `every`. 0: the step waits for the merge, as local SGD does. None: 5,
             or less where `every` demands it. Where `every` is a time, the next merge ends it earlier.
-        config: a wire's name, or a :class:`fusedcomm.Config`. A wire's name has error feedback if it has scales; a
-            Config has what it says. Ranks on several hosts have sums on two levels as in Config(hosts=…).
+        config: a wire's name, or a :class:`fusedcomm.Config`. Ranks on several hosts have sums on two levels as in
+            Config(hosts=…).
         process_group: the ranks that merge; None: all. With FSDP2 inside hosts those that hold the same shard.
         quiet: whether rank 0 does not report the plan.
 
@@ -99,7 +99,6 @@ class LocalSteps(Surface):
             LocalOptions(),
             device,
             also_agree=self._record(),
-            weighs=window is not None,
             shares_communicator=False,
             problem=problem,
         )

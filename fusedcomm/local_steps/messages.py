@@ -14,7 +14,7 @@ from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
 CONTROL = "control of a merge"
-"""The name of the numbers that come with a message: 1, ‖difference‖², whether the rank has ended its
+"""The name of the numbers that come with a message: the weight, ‖difference‖², whether the rank has ended its
 training, and the checksum's bits. They are sent exactly."""
 _BITS = 32
 _FIRST_BIT = 3
@@ -32,7 +32,8 @@ class Message:
     own: torch.Tensor
     """fp32: this rank's difference from the merged state."""
     mean: torch.Tensor
-    """fp32: the ranks' mean difference, once the message has arrived; own × weight before."""
+    """fp32: own × weight; once the message has arrived the ranks' mean of that, and once it is read their mean
+    difference."""
     checksum: torch.Tensor
     """The merged state's before the merge, as MergedState.checksum() has it."""
     number: int = 0
@@ -64,7 +65,7 @@ class Spread:
 class Messages:
     """Sums the ranks' differences from the merged state.
 
-    window: is told when a message leaves and when it arrives; messages have weights then. None: each weighs 1.
+    window: is told when a message leaves and when it arrives; None without one.
     """
 
     def __init__(self, session: Session, state: MergedState, window: Window | None) -> None:
@@ -73,28 +74,22 @@ class Messages:
         """Seconds that this rank has waited for messages."""
         self._reading = None if session.device.type == "cpu" else torch.Stream(session.device)
         assert session.synchronizer is not None  # a session that has none raises where it is made
-        self._synchronizer = session.synchronizer
-        if window is not None:
-            # The engine divides by the weights, with which it also scales residuals.
-            self._synchronizer.weights.use(of_sums=True, come_weighted=True)
-            self._synchronizer.weights.fix_unit(1.0)
         wires = state.wires()  # not this object, which has the synchronizer
-        self._synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
-        self._sum = _C.FusedSum(self._synchronizer)
+        session.synchronizer.choose_wires(lambda name, num_dims: wires.get(name, _C.EXACT_WIRE))
+        self._sum = _C.FusedSum(session.synchronizer)
 
     def send(self, message: Message) -> None:
         """Hands a message to the engine, which sends it while training goes on."""
         message.mean = message.own.clone() if message.weight == 1 else message.own * message.weight
         # Filled where it is used, so that the host need not wait for an accelerator.
         control = message.control = torch.empty(CONTROL_NUMEL, dtype=torch.float32, device=message.mean.device)
-        control[0] = 1.0
+        control[0] = message.weight
         control[1] = squares(message.own)
         control[2] = message.is_finishing
         control[_FIRST_BIT:] = _bits(message.checksum)
         tensors = self._state.tensors(message.mean)
         done = None
         if self._window is not None:
-            self._synchronizer.weights.set(message.weight)
             self._window.wait_for(message.number, self._session.rank)
             done = functools.partial(_tell, self._window, message.number) if _is_on_cpu(message) else None
         message.future = self._sum.run(
@@ -121,13 +116,14 @@ class Messages:
         message.future = None
         numbers = HostCopy(self._numbers(message)) if message.numbers is None else message.numbers
         values = numbers.tolist()
-        # What is beside the differences has no weight, but was divided by the weights like them.
-        _, of_own, finishing, *bits = (value / values[0] for value in values[:CONTROL_NUMEL])
+        weight, of_own, finishing, *bits = values[:CONTROL_NUMEL]
         of_mean, of_anchor, *own_bits = values[CONTROL_NUMEL:]
         if self._window is not None and not _is_on_cpu(message):
             self._window.arrived(message.number)
         self._compare(message, bits, own_bits)
         message.all_finish = finishing > 1 - 0.5 / self._session.world_size
+        if weight not in (0, 1):
+            message.mean, of_mean = message.mean / weight, of_mean / weight**2
         size, apart = math.sqrt(of_anchor), math.sqrt(max(of_own - of_mean, 0.0))
         return Spread(apart / size if size else math.inf if apart else 0.0, of_mean / of_own if of_own else 1.0)
 

@@ -24,8 +24,6 @@ class LocalPlan(Plan):
     """Bytes that stay: the merged state."""
     under_way_nbytes: int
     """Bytes of one merge under way."""
-    residual_nbytes: int
-    """About as many bytes as error feedback keeps."""
 
     _of = "message"
 
@@ -35,18 +33,16 @@ class LocalPlan(Plan):
         return f"local steps, a merge every {of.period}, {of.delay} steps late, {row.wire}, {self.world_size} ranks"
 
     def _ends(self) -> list[str]:
-        parts = (self.state_nbytes, self.under_way_nbytes, self.residual_nbytes)
+        parts = (self.state_nbytes, self.under_way_nbytes)
         return [
             f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB in {self.schedule.period}",
-            "  memory, MiB: merged state {:.1f}, a merge under way {:.1f}, residuals {:.1f}".format(
-                *(part / _MIB for part in parts)
-            ),
+            "  memory, MiB: merged state {:.1f}, a merge under way {:.1f}".format(*(part / _MIB for part in parts)),
         ]
 
 
 def make_plan(session: Session, of: Progress) -> LocalPlan:
     """See :meth:`fusedcomm.LocalSteps.plan`."""
-    state, residual_nbytes = of.state, 0
+    state = of.state
     own_host = session.levels.own_host if session.levels.hosts is not None and session.ranks_per_host > 1 else None
     slices = [(each.local.numel(), each.wire) for each in state.merged if each.local.numel()]
     slices.append((CONTROL_NUMEL, _C.EXACT_WIRE))
@@ -54,10 +50,6 @@ def make_plan(session: Session, of: Progress) -> LocalPlan:
     plan = _C.plan_bucket(session.native_config, session.world_size, like, slices)
     names = tuple(each.name for each in state.merged)
     row = row_of(session.world_size, own_host, 0, names, like.dtype, state.numel, plan)
-    if session.config.feedback is not None and row.wire != "fp32":
-        lossy = sum(each.local.numel() for each in state.merged if each.wire != _C.EXACT_WIRE)
-        second = lossy // session.world_size if plan.sum == "two-shot" else 0
-        residual_nbytes = 4 * (lossy + second)
     return LocalPlan(
         schedule=of.schedule,
         wire=session.config.wire,
@@ -65,5 +57,4 @@ def make_plan(session: Session, of: Progress) -> LocalPlan:
         rows=(row,),
         state_nbytes=state.anchor.nbytes,
         under_way_nbytes=2 * state.anchor.nbytes,
-        residual_nbytes=residual_nbytes,
     )

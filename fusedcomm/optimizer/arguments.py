@@ -33,43 +33,37 @@ def check_reducer(reducer: object) -> None:
     combinations.refuse("ShardedOptimizer", {"members": members, "config": config})
 
 
-def check_options(reducer: GradReducer, update: Wire, overlap: bool | None) -> None:
-    """Raises ValueError."""
-    Config(update)
-    given = {"overlap": overlap, "find_unused_parameters": reducer.finds_unused}
-    combinations.refuse("ShardedOptimizer", given)
+def plain(value: Any, waits: bool = False) -> Any:  # noqa: ANN401
+    """Numbers and names of hyperparameters, for a comparison of the ranks. What is of another kind is left out.
 
-
-def plain(value: Any) -> Any:  # noqa: ANN401
-    """Numbers and names of hyperparameters, for a comparison of the ranks. What is on an accelerator, or of another
-    kind, is left out."""
+    waits: whether the host waits for what is on an accelerator; else that is left out, too.
+    """
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner, waits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return [plain(inner, waits) for inner in value]
+    if isinstance(value, torch.Tensor) and (waits or value.device.type == "cpu"):
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def record(
-    groups: list[dict[str, Any]], targets: list[Target], update: Wire, overlaps: bool, defaults: dict[str, Any]
+    groups: list[dict[str, Any]], targets: list[Target], update: Wire, defaults: dict[str, Any]
 ) -> dict[str, object]:
     """The values that must be equal on all ranks."""
     names = {id(target.tensor): target.name for target in targets}
     return {
         "update": update,
-        "overlap": overlaps,
         "groups": [
             {
                 "optimizer_class": group["optimizer_class"].__name__,
                 "params": [names.get(id(p)) for p in group["params"]],
-                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}),
+                **plain({k: v for k, v in group.items() if k not in ("params", "optimizer_class")}, waits=True),
             }
             for group in groups
         ],
         "whole": [target.name for target in targets if target.whole],
-        "arguments": plain(defaults),
+        "arguments": plain(defaults, waits=True),
     }
 
 
@@ -89,7 +83,7 @@ def rows_config(reducer: GradReducer) -> Config:
     if reducer.has_owner:
         raise RuntimeError("fusedcomm: this GradReducer has a ShardedOptimizer already: give that one several groups")
     config = reducer.session.config
-    combinations.refuse("ShardedOptimizer", {"sum": config.sum})
+    combinations.refuse("ShardedOptimizer", {"feedback": config.feedback, "sum": config.sum})
     return dataclasses.replace(config, sum="two-shot")
 
 

@@ -84,7 +84,6 @@ class Exchange:
             place = self._in_rows(self._rows, piece)
             self._of_target.setdefault(piece.target, []).append((piece, place))
         self._loaded: dict[int, int] = {}  # of targets with a loaded master: checksum of the parameter it belongs to
-        self._seen = torch.zeros((), dtype=torch.int64, device=device)
         self.refresh(everything=True)
 
     def _native(self, session: Session, index: int, wires: list[int]) -> "_C.Rows":
@@ -147,11 +146,6 @@ class Exchange:
         tensors.pop(id(self.owned), None)
         return sum(each.nbytes for each in tensors.values())
 
-    @property
-    def residual_nbytes(self) -> int:
-        """Bytes of this rank's residuals of gradients."""
-        return self._native_sums.residual_nbytes
-
     def keeps_master(self, piece: Piece) -> bool:
         """Whether `owned` has more of a piece than the parameter."""
         is_fp32 = self._targets[piece.target].tensor.dtype == torch.float32
@@ -176,10 +170,10 @@ class Exchange:
         return self._native_sums.reduce_scatter(rows=self._rows, own=self.sum, factor=factor, is_last=self._is_last)
 
     @torch.no_grad()
-    def refresh(self, everything: bool = False) -> torch.Tensor:
+    def refresh(self, everything: bool = False) -> None:
         """Takes over elements of parameters that something else has written, in whatever way, since this object did.
 
-        everything: all elements. Returns them as they are now."""
+        everything: all elements."""
         now = self._now()
         # If values travel, the fp32 copy gives the elements that this object wrote.
         written = self.owned.to(self.unit.dtype).float() if self._sent is self.owned else self._sent
@@ -193,19 +187,6 @@ class Exchange:
         self.owned.copy_(now if everything else torch.where(is_other, now, self.owned))
         if self._sent is not self.owned:
             self._sent.copy_(now)
-        return now
-
-    def begin(self) -> None:
-        """Before a pass in which this unit is stepped while parameters can still be written; see is_changed()."""
-        self._seen = quick(self.refresh())
-
-    def is_changed(self) -> torch.Tensor:
-        """Whether this rank's elements of the parameters are others than at begin(), from which it has stepped."""
-        return quick(self._now()) != self._seen
-
-    def names(self) -> list[str]:
-        """The parameters of which this rank owns elements here."""
-        return list(dict.fromkeys(self._targets[piece.target].name for piece in self._own))
 
     def trust_master(self, target: int, bits: int) -> None:
         """The next refresh() leaves a loaded master as it is if the parameter has these bits then, though something has

@@ -1,7 +1,6 @@
 """The plan of a ShardedOptimizer: who owns what, and what it costs."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 from fusedcomm.config import Config
@@ -19,8 +18,8 @@ _MOST_SHOWN = 12
 class ShardedPlan(Plan):
     """Who owns what, and what it costs. A row is a unit, both halves of its sum together. Bytes are of one rank.
 
-    `master_nbytes`, `buffer_nbytes` and `residual_nbytes` are beside the optimizers' state of what the rank owns: fp32
-    copies of that, rows of gradients and updates, and residuals of gradients.
+    `master_nbytes` and `buffer_nbytes` are beside the optimizers' state of what the rank owns: fp32 copies of that, and
+    rows of gradients and updates.
     `padding`: the part of the rows' elements that is no parameter's.
     `owners`: of each parameter, its elements on each rank."""
 
@@ -28,10 +27,8 @@ class ShardedPlan(Plan):
     rank: int
     wire: str
     update: str
-    overlaps: bool
     master_nbytes: int
     buffer_nbytes: int
-    residual_nbytes: int
     padding: float
     owners: dict[str, tuple[int, ...]]
 
@@ -47,13 +44,12 @@ class ShardedPlan(Plan):
         return (
             f"{', '.join(self.optimizers)} on the owners of {len(self.owners)} parameters, {self.world_size} ranks, "
             f"gradients in {self.wire}, updates in {self.update}"
-            + (", while the backward pass goes on" if self.overlaps else ", in step()")
         )
 
     def _ends(self) -> list[str]:
         lines = [
             f"  rank {self.rank} has, beside optimizers' state, fp32 copies of {self.master_nbytes / _MIB:.2f} MiB, "
-            f"rows of {self.buffer_nbytes / _MIB:.2f} MiB, residuals of {self.residual_nbytes / _MIB:.2f} MiB",
+            f"rows of {self.buffer_nbytes / _MIB:.2f} MiB",
             f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step, {self.padding:.1%} of it padding; "
             f"{self.sent_between_hosts_nbytes / _MIB:.3f} MiB go to other hosts",
         ]
@@ -71,7 +67,6 @@ def make_plan(
     targets: Sequence[Target],
     sums: Session,
     update: Config,
-    overlaps: bool,
 ) -> ShardedPlan:
     """The plan of this rank."""
     owners = {target.name: [0] * sums.world_size for target in targets}
@@ -98,10 +93,8 @@ def make_plan(
         rank=sums.rank,
         wire=sums.config.wire,
         update=update.wire,
-        overlaps=overlaps,
         master_nbytes=sum(exchange.owned.nbytes for exchange in exchanges),
         buffer_nbytes=sum(exchange.buffer_nbytes for exchange in exchanges),
-        residual_nbytes=sum(exchange.residual_nbytes for exchange in exchanges),
         padding=padding / numel if numel else 0.0,
         owners={name: tuple(numels) for name, numels in owners.items()},
     )
@@ -110,12 +103,7 @@ def make_plan(
 def warn_of_one_level(plan: ShardedPlan, sums: Session) -> None:
     """Warns if sums and updates on one level send more between hosts than the ring of DDP's own all-reduce."""
     own = sums.levels.own_host
-    now = own.num_ranks * plan.sent_between_hosts_nbytes
-    ring = 2 * (plan.world_size - 1) * plan.grad_nbytes * own.num_links // plan.world_size
-    if sums.levels.ranks_per_host == 1 < own.num_ranks and now > ring:
-        why = sums.levels.one_level_reason or f"hosts={sums.config.hosts!r}"
-        warnings.warn(
-            f"fusedcomm: a host sends {now / _MIB:.2f} MiB to others in a step, and {ring / _MIB:.2f} MiB in DDP's own "
-            f"all-reduce, because a ShardedOptimizer's sums have one level, not two: {why}",
-            stacklevel=3,
-        )
+    if own.num_ranks > 1:
+        now = own.num_ranks * plan.sent_between_hosts_nbytes
+        ring = 2 * (plan.world_size - 1) * plan.grad_nbytes * own.num_links // plan.world_size
+        sums.levels.warn_of_more(sums.config, now, "DDP's own all-reduce", ring, stacklevel=3)

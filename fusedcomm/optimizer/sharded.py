@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
+from fusedcomm.config import Config
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
@@ -19,7 +20,7 @@ from fusedcomm.optimizer.parts import Target, units
 from fusedcomm.optimizer.plan import ShardedPlan, make_plan, warn_of_one_level
 from fusedcomm.optimizer.scaler import SumsScaler
 from fusedcomm.optimizer.seen import SeenGradients
-from fusedcomm.optimizer.trial import changed_by_steps
+from fusedcomm.optimizer.trial import changes_in_steps
 from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.reducer.reducer import GradReducer
 from fusedcomm.session.session import Session
@@ -56,9 +57,6 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             Each must be in one group.
         update: the wire of the updates. "fp32" sends new values exactly, and "bf16" those of bf16 parameters. Else a
             difference travels, and what the wire leaves out of it is in the next one: the owner keeps an fp32 copy.
-        overlap: whether owners step, and updates travel, while the backward pass goes on. Then nothing can come between
-            backward() and step(): no clipping, no loss scaling, no change of parameters or rates. Not possible with
-            optimizers that count their steps, nor with a reducer that looks for unused parameters. None: if possible.
         whole: whether a rank owns whole parameters. None: by the class.
         quiet: whether rank 0 does not report the plan.
         defaults: the optimizer's own arguments, ``lr=1e-3`` for example.
@@ -69,7 +67,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         RuntimeError: the reducer has made a pass, has a ShardedOptimizer already, or the ranks do not agree.
 
     ``step()`` raises RuntimeError on every rank if there was no backward pass before it, if some ranks do not call it,
-    or if gradients were changed since the backward pass, with overlap also parameters and hyperparameters.
+    or if gradients were changed since the backward pass.
     """
 
     _weight_is = "the GradReducer's: reducer.weight, or DataParallel's"
@@ -82,7 +80,6 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
         *,
         update: Wire = "bf16",
-        overlap: bool | None = None,
         whole: bool | None = None,
         quiet: bool = False,
         **defaults: Any,  # noqa: ANN401  (the optimizer's own)
@@ -92,7 +89,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         problem: Exception | None = None
         try:
             config = arguments.rows_config(found)
-            arguments.check_options(found, update, overlap)
+            Config(update)
         except (ValueError, RuntimeError) as error:
             problem = error  # perhaps of this rank alone: the others are told
         try:
@@ -100,7 +97,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         except RuntimeError as error:
             raise problem or error from None
         self._update = arguments.update_config(update, config)
-        old, changed = found.session, ""
+        old, counts = found.session, False
         groups: list[dict[str, Any]] = []
         param_names: list[list[str] | None] = []
         self._targets: list[Target] = []
@@ -109,12 +106,9 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             groups = arguments.groups(found, params, optimizer_class, defaults)
             param_names = [group.pop("param_names", None) for group in groups]
             self._targets, self._by_reducer = arguments.targets(found, groups, self._update, whole)
-            changed = changed_by_steps(groups, self._targets, optimizer_class, defaults)
-            if changed and overlap:
-                raise ValueError(f"fusedcomm: {changed}, once for each bucket with overlap: leave out overlap=True")
+            counts = changes_in_steps(groups, self._targets, optimizer_class, defaults)
         except Exception as error:
             problem = error  # perhaps of this rank alone: the session tells the others
-        self._overlaps = not found.finds_unused and not changed if overlap is None else overlap
         self._updates = Session(
             self._update,
             old.process_group,
@@ -122,14 +116,14 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             old.local,
             old.device,
             gathers_rows=True,
-            also_agree={"sharded": arguments.record(groups, self._targets, update, self._overlaps, defaults)},
+            also_agree={"sharded": arguments.record(groups, self._targets, update, defaults)},
             problem=problem,
         )
         self._sums = session_of_rows(old, config)
         assert self._sums.synchronizer is not None
         self._synchronizer = self._sums.synchronizer
         self._cut_into_units(found)
-        self._make_optimizers(groups, defaults, optimizer_class, bool(changed))
+        self._make_optimizers(groups, defaults, optimizer_class, counts)
         for group, names in zip(self.param_groups, param_names, strict=True):
             if names is not None:
                 group["param_names"] = names
@@ -164,9 +158,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         """Raises what an optimizer raises, on every rank if one does."""
         self._is_made, problem = False, None
         try:
-            self._owner = Owner(
-                self.exchanges, groups, self._targets, defaults, self._sums.device, self._overlaps, main, counts
-            )
+            self._owner = Owner(self.exchanges, groups, self._targets, defaults, main, counts)
             super().__init__(self._owner.outer_groups(), self._owner.common_defaults())
         except Exception as error:  # perhaps on this rank alone
             problem = error
@@ -200,7 +192,6 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         reducer.give_to(self._sums, begin, why_unequal, take, end, self._detach)
 
     def _detach(self) -> None:
-        self._owner.stop()
         self._updates.stop("the GradReducer was detached")
 
     # ---- the pass
@@ -221,7 +212,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "backward passes of a step but the last within no_sync()"
             )
         if self._num_handed == 0:
-            self._owner.begin(self._hyperparameters())
+            self._owner.begin()
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
@@ -261,53 +252,25 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "ShardedOptimizer.step() was called without a backward pass before it that was synchronized, or a "
                 "second time: call it once after each, on every rank"
             )
-        hyperparameters = self._hyperparameters()
-        self._refuse_changes(hyperparameters)
-        try:
-            self._owner.step(hyperparameters, self._used, self._reducer.note_step)
-        except StepError as error:
-            native.refuse(str(error))
-        if not self._overlaps:
-            for group, inner in zip(self.param_groups, self._owner.groups, strict=True):
-                group.update({key: value for key, value in inner.items() if key != "params"})
-        self._synchronizer.step += 1
-        self._end_pass()
-
-    def _refuse_changes(self, hyperparameters: list[dict[str, Any]]) -> None:
-        """Raises RuntimeError on every rank if what was summed, or stepped from, has changed since."""
-        native = self._reducer.native
         if name := self._gradients.changed():
             native.refuse(
                 f"the gradient of {name} was changed or removed between backward() and step(). A ShardedOptimizer has "
                 "summed it already: clip with optimizer.clip_grad_norm_(), and scale losses with "
                 "optimizer.grad_scaler()"
             )
-        if written := self._owner.changed_parameters():
-            native.refuse(
-                f"parameters of a ShardedOptimizer were changed between backward() and step() (in {written}), and "
-                "owners have stepped already: change them before backward() or after step(), or give it overlap=False"
-            )
-        if self._overlaps and hyperparameters != self._owner.hyperparameters:
-            native.refuse(
-                "hyperparameters of a ShardedOptimizer were changed between backward() and step(), and owners have "
-                "stepped already: change them before backward(), or give it overlap=False"
-            )
+        hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        try:
+            self._owner.step(hyperparameters, self._used, self._reducer.note_step)
+        except StepError as error:
+            native.refuse(str(error))
+        for group, inner in zip(self.param_groups, self._owner.groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+        self._synchronizer.step += 1
+        self._end_pass()
 
     def _end_pass(self) -> None:
         self._is_ready = self._is_unscaled = False
         self._gradients.forget()
-
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group. Where owners overlap, tensors are copied: schedulers change them in
-        place."""
-        return [
-            {
-                k: v.clone() if self._overlaps and isinstance(v, torch.Tensor) else v
-                for k, v in group.items()
-                if k != "params"
-            }
-            for group in self.param_groups
-        ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises RuntimeError: who owns what is agreed when the optimizer is made."""
@@ -320,7 +283,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all means together, the same on every rank: float32, without dimensions. A collective call
         between backward() and step()."""
-        self._refuse_overlap("grad_norm()")
+        self._refuse_unready("grad_norm()")
         if norm_type != 2.0:
             raise ValueError(f"fusedcomm: norm_type={norm_type!r} is not possible with a ShardedOptimizer: use 2")
         squares = torch.zeros((), dtype=torch.float64, device=self._sums.device)
@@ -333,7 +296,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scales the means down to `max_norm` if their norm is greater, and returns the norm before. In place of
-        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``; a collective call, with ``overlap=False``.
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``; a collective call.
         Raises RuntimeError if error_if_nonfinite, and the norm is not finite."""
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -345,12 +308,12 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     def grad_scaler(self, device: str = "cuda", **options: Any) -> torch.amp.GradScaler:  # noqa: ANN401  (torch's)
         """A scaler for losses, in place of ``torch.amp.GradScaler(device, …)``: that one looks for Inf in ``p.grad``,
-        which is this rank's own gradient. With ``overlap=False``. Other optimizers it treats as torch's does."""
+        which is this rank's own gradient. Other optimizers it treats as torch's does."""
         return SumsScaler(device, **options)
 
     def unscale_sums(self, inv_scale: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """Multiplies the means, and says whether one is not finite on any rank; for :meth:`grad_scaler`."""
-        self._refuse_overlap("unscale_()")
+        self._refuse_unready("unscale_()")
         sums = self._own_sums()
         found = torch.zeros(1, dtype=torch.float32, device=self._sums.device)
         torch._amp_foreach_non_finite_check_and_unscale_(sums, found, inv_scale.to(found.device))
@@ -361,7 +324,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
     def skip_step(self) -> None:
         """Ends a pass without a step, in place of :meth:`step`: after a norm that is not finite, for example. Call it
         on every rank."""
-        self._refuse_overlap("skip_step()")
+        self._refuse_unready("skip_step()")
         self._end_pass()
 
     def _own_sums(self) -> list[torch.Tensor]:
@@ -373,9 +336,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         else:
             self._reducer.wait_for(dist.all_reduce(tensor, group=self._sums.process_group, async_op=True), what, True)
 
-    def _refuse_overlap(self, what: str) -> None:
-        if self._overlaps:
-            raise RuntimeError(f"fusedcomm: {what}: with overlap owners have stepped already: use overlap=False")
+    def _refuse_unready(self, what: str) -> None:
         if not self._is_ready:
             raise RuntimeError(f"fusedcomm: {what} before a backward pass, or after step(): there are no means")
 
@@ -385,9 +346,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         """The state in torch's format. Tensors of a parameter's shape are DTensors, Shard(0) over the ranks, which
         torch.distributed.checkpoint loads on any number of ranks; torch's get_optimizer_state_dict() takes it, too. An
         owner's fp32 copy is "master", beside a checksum of the parameter, "written". A collective call between
-        steps. Raises RuntimeError, on every rank, if not all ranks call it, or if one calls it between backward() and
-        step() with overlap."""
-        self._reducer.meet("state_dict()", self._why_within(), self._is_ready)
+        steps. Raises RuntimeError, on every rank, if not all ranks call it."""
+        self._reducer.meet("state_dict()", within_step=self._is_ready)
         for exchange in self.exchanges:
             exchange.refresh()
         return state.state_dict(self, self._owner, self.exchanges, self._targets, self._sums)
@@ -396,17 +356,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         """Takes :meth:`state_dict`'s, of any number of ranks, or that of a plain optimizer of the same class. Load the
         model first. A collective call between steps. Raises ValueError if it does not fit, and RuntimeError as
         :meth:`state_dict`."""
-        self._reducer.meet("load_state_dict()", self._why_within(), self._is_ready)
+        self._reducer.meet("load_state_dict()", within_step=self._is_ready)
         state.load_state_dict(self, state_dict, self._owner, self.exchanges, self._targets)
-
-    def _why_within(self) -> str:
-        """Why there is no state now; empty if there is one."""
-        if not self._is_ready or not self._overlaps:
-            return ""
-        return (
-            "it was called between backward() and step(), and with overlap owners have stepped already, the parameters "
-            "not: call it after step(), or give the ShardedOptimizer overlap=False"
-        )
 
     def join_hook(self, **kwargs: object) -> JoinHook:
         """Raises RuntimeError, for ``torch.distributed.algorithms.join.Join``: every rank has to step what it owns."""
@@ -421,4 +372,4 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     def plan(self) -> ShardedPlan:
         """The parts that each rank owns, bytes of state and on the wire; printable."""
-        return make_plan(self._owner, self.exchanges, self._targets, self._sums, self._update, self._overlaps)
+        return make_plan(self._owner, self.exchanges, self._targets, self._sums, self._update)

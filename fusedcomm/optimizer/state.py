@@ -105,8 +105,6 @@ def _whole(
     if own is not None:
         for piece, values in zip(own[0], own[1][key], strict=True):
             flat[piece.begin : piece.end].copy_(values)
-            if values.device.type != "cpu":  # the owner's stream has made it
-                values.record_stream(torch.accelerator.current_stream(values.device))
     dist.all_reduce(flat, group=session.process_group)  # an element has one owner: the others add zeros
     whole = shaped(flat, target.layout).contiguous()
     if whole.dim() == 0:

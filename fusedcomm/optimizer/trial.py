@@ -34,17 +34,17 @@ def fresh_state(
     return states
 
 
-def changed_by_steps(
+def changes_in_steps(
     groups: Sequence[dict[str, Any]],
     targets: Sequence[Target],
     main: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
-) -> str:
-    """A value that step() changes beside parameters and state, such as a count in a group; empty if there is none.
+) -> bool:
+    """Whether step() changes more than parameters and their state, such as a count in a group.
 
-    Raises ValueError if an optimizer computes it from gradients, of which no rank has all.
+    Raises ValueError if an optimizer computes that from gradients, of which no rank has all.
     """
-    index_of, found = index_by_id(targets), ""
+    index_of, found = index_by_id(targets), False
     for kind in dict.fromkeys(group["optimizer_class"] for group in groups):
         own = [
             ({k: v for k, v in group.items() if k not in ("optimizer_class", "whole")}, stand_in(targets[of_group[0]]))
@@ -60,8 +60,7 @@ def changed_by_steps(
         if computed:
             what = f"{', '.join(computed)} from the gradients of all parameters"
             raise ValueError(f"fusedcomm: {kind.__name__} computes {what}: use it without a ShardedOptimizer")
-        if changed and not found:
-            found = f"{kind.__name__}.step() changes {', '.join(changed)}"
+        found = found or changed
     return found
 
 
@@ -70,8 +69,8 @@ def _try(
     own: Sequence[tuple[dict[str, Any], torch.Tensor]],
     defaults: dict[str, Any],
     gradient: float,
-) -> tuple[list[str], dict[str, str]]:
-    """Returns (the names of values that steps with such gradients changed, all values by name, in words)."""
+) -> tuple[bool, dict[str, str]]:
+    """Returns (whether steps with such gradients change values, all values by name, in words)."""
     params = [small.clone() for _, small in own]
     optimizer = kind([{**group, "params": [p]} for (group, _), p in zip(own, params, strict=True)], **defaults)
     seen = []
@@ -82,10 +81,10 @@ def _try(
         try:
             optimizer.step()
         except Exception:  # it steps no small parameters, so nothing is known
-            return [], {}
+            return False, {}
     seen.append(_words(optimizer))
     # The first step may note what a later one need not find out again, but not in a group.
-    changed = [key for key, value in seen[-1].items() if value != seen[0 if key.startswith(_GROUPS) else 1].get(key)]
+    changed = any(value != seen[0 if key.startswith(_GROUPS) else 1].get(key) for key, value in seen[-1].items())
     return changed, seen[-1]
 
 

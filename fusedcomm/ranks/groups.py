@@ -13,10 +13,6 @@ from fusedcomm.ranks.own_group import OwnGroup
 
 Group: TypeAlias = dist.ProcessGroup | OwnGroup
 
-# torch 2.13 has given these new names, and warns of the old ones.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 def check_backend(process_group: Group, device: torch.device) -> None:
     """Raises RuntimeError if fusedcomm cannot move gradients on this device over the group's backend."""

@@ -179,7 +179,7 @@ class GradReducer(CommHandle):
         self.native = self._made_native(backwards, find_unused_parameters)
         if not isinstance(runs, Session):
             runs.start(self.native)
-        self.finds_unused, self._sparse = find_unused_parameters, sparse
+        self._sparse = sparse
         self._end_owner: Callable[[], None] | None = None
         self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
         watch_steps(self)

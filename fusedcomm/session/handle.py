@@ -195,7 +195,7 @@ class CommHandle(Surface):
     # ---- what is told
 
     def stats(self) -> Stats:
-        """Counts and times of this rank since attach, or since the module moved to another process group.
+        """Counts and times of this rank since attach.
 
         On cuda this waits for the kernels under way, whose counts it reads. With "auto" the counts begin again at each
         change of candidate, and nothing is counted during DDP's own all-reduce.

@@ -1,11 +1,14 @@
 """Whether the sums of a session have one level or two, on which hosts, and why."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 from fusedcomm.config import Config, combinations
 from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts, OwnHost
+
+_MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +40,28 @@ class Levels:
         """`one_level_reason`, but empty on hosts where there is but one level: one host, or hosts of one rank each."""
         return "" if self.hosts is not None and self.hosts.flat_reason else self.one_level_reason
 
+    def warn_of_more(self, config: Config, nbytes: int, torchs: str, torchs_nbytes: int, stacklevel: int) -> None:
+        """Warns if sums on one level send more to other hosts than torch's own, which `torchs` names.
+
+        nbytes, torchs_nbytes: what a host sends in a step.
+        """
+        if self.ranks_per_host == 1 and nbytes > torchs_nbytes:
+            warnings.warn(
+                f"fusedcomm: a host sends {nbytes / _MIB:.2f} MiB to others in a step in place of the "
+                f"{torchs_nbytes / _MIB:.2f} MiB of {torchs}, because sums have one level, not two: "
+                f"{self.one_level_reason or f'hosts={config.hosts!r}'}",
+                stacklevel=stacklevel + 1,
+            )
+
     def are_those_of(self, other: "Levels") -> bool:
         """Whether both need the same channels."""
         return self.ranks_per_host == other.ranks_per_host and (self.ranks_per_host == 1 or self.hosts == other.hosts)
 
 
-def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = False, weighs: bool = False) -> Levels:
+def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = False) -> Levels:
     """The levels for ranks on these hosts; the same on every rank, but for its own host.
 
     of_rows: whether these are the levels of reduce-scatters and all-gathers, which send shards in the order of ranks.
-    weighs: whether sums have weights without `config.weighted`.
 
     Raises:
         ValueError: `config` needs two levels, and the hosts do not fit it.
@@ -66,10 +81,10 @@ def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = F
                 f"another, and ranks {apart} share one: order the ranks by host, or use hosts=None"
             )
         reason = f"shards must lie host by host, and ranks {apart} share one"
-    if (weighs or config.weighted is not None) and config.feedback is not None and not reason:
+    if config.weighted is not None and config.feedback is not None and not reason:
         # On two levels a residual is of a host's ranks together, which have weights of their own.
         if config.needs_two_levels:
-            given = {"hosts": config.hosts, "feedback": config.feedback, combinations.WEIGHTS: True}
+            given = {"hosts": config.hosts, "feedback": config.feedback, "weighted": config.weighted}
             combinations.refuse("sums on two levels", given)
         reason = "error feedback of weighted gradients has one"
     own_host = OwnHost.of(host_of, rank)

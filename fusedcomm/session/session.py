@@ -24,7 +24,6 @@ from fusedcomm.ranks.watch import Watch
 from fusedcomm.session import levels, plan
 from fusedcomm.session.compare import Comparison
 from fusedcomm.session.parameters import NamedParameter, grad_dtypes
-from fusedcomm.session.state_dict import take_over
 from fusedcomm.session.stats import Stats, collect
 
 T = TypeVar("T")
@@ -52,7 +51,6 @@ class Session:
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
         reduces_rows: whether its sums are reduce-scatters and not all-reduces.
-        weighs: whether sums have weights without `config.weighted`, which the caller gives the engine.
         gathers_rows: whether it has all-gathers and no sums.
         shares_communicator: whether sums on cuda delay the group's own collectives; see `beside_group`.
         is_off: whether torch sums: no engine is made, and nothing is connected. As an attribute it may change.
@@ -91,7 +89,6 @@ class Session:
         watched: bool = True,
         reduces_rows: bool = False,
         gathers_rows: bool = False,
-        weighs: bool = False,
         is_off: bool = False,
         shares_communicator: bool = True,
         problem: Exception | None = None,
@@ -115,7 +112,7 @@ class Session:
             path, self.host_names = self._agree(also_agree or {}, problem)
         else:
             self.peers, self.host_names, self._store = beside.peers, beside.host_names, beside.peers.part()
-        self.levels = levels.find(cfg, self.host_names, self.rank, of_rows=reduces_rows or gathers_rows, weighs=weighs)
+        self.levels = levels.find(cfg, self.host_names, self.rank, of_rows=reduces_rows or gathers_rows)
         if is_off:
             self.codec, self.s_per_byte = "none", None
             self.peers.doing("in training, with config='off'")
@@ -275,23 +272,6 @@ class Session:
             self.synchronizer.unwatch()
             self._end_watch()
             self._end_watch = None
-
-    def moved(self, process_group: groups.Group, also_agree: Mapping[str, object] | None = None) -> "Session":
-        """Returns what goes on in this session's place on another group, with its configuration and its state; this one
-        ends. Without an engine that is this session itself. Every rank of the group calls it at the same time."""
-        if not self.has_engine:
-            self.process_group, self.rank, self.world_size = process_group, process_group.rank(), process_group.size()
-            return self
-        on = process_group, self.parameters, self.local, self.device
-        new = Session(self.config, *on, also_agree=also_agree)
-        problem: Exception | None = None
-        try:
-            take_over(new, self)
-        except (TypeError, ValueError, RuntimeError) as error:  # of this rank's own state
-            problem = error
-        new.confirm(problem)
-        self.stop("the module moved to another process group")
-        return new
 
     @property
     def mode(self) -> Mode:

@@ -62,27 +62,17 @@ def load_state_dict(session: "Session", state: dict) -> None:
 
 
 def take_over(session: "Session", old: "Session") -> None:
-    """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes.
+    """Copies the state of `old`, on the same ranks, into `session`, of some or all of its parameters. Between backward
+    passes.
 
     `session` also weighs this rank, and the passes that have only added up, as `old` was asked to.
     """
-    known = {parameter.name for parameter in session.parameters or []}
-
-    def is_known(name: str) -> bool:
-        return session.parameters is None or name in known
-
-    if session.parameters is None:
-        session.synchronizer.adopt_names(old.synchronizer)
-    counts = old.synchronizer.nonfinite_by_parameter()
-    session.synchronizer.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
+    known = {parameter.name for parameter in session.parameters}
+    counts, residuals = old.synchronizer.nonfinite_by_parameter(), old.synchronizer.residuals()
+    session.synchronizer.restore_nonfinite({name: count for name, count in counts.items() if name in known})
     session.synchronizer.step = old.synchronizer.step
     session.synchronizer.weights.take_over(old.synchronizer.weights)
-    # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
-    ratio = session.world_size / old.world_size
-    residuals = old.synchronizer.residuals()
-    session.synchronizer.restore_residuals(
-        {name: ratio * values for name, values in residuals.items() if is_known(name)}
-    )
+    session.synchronizer.restore_residuals({name: values for name, values in residuals.items() if name in known})
 
 
 def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residuals: bool, is_off: bool) -> None:

@@ -93,14 +93,12 @@ def _cuda() -> str:
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
-def _version_of(*packages: str) -> str:
-    """The version of the first of `packages` that is installed, with its name, or "not installed"."""
-    for package in packages:
-        try:
-            return f"{importlib.metadata.version(package)} ({package})"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"
+def _version_of(package: str) -> str:
+    """Its version, or "not installed"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 # ---- what fusedcomm does here

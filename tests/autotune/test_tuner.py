@@ -10,7 +10,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from front_ends import FRONT_ENDS, PLAIN, adding_up
 from models import (
     Gradients,
@@ -189,7 +188,6 @@ def off_and_back(rank, world_size):
     comm.load_state_dict(comm.state_dict())
     comm.state_dict(consolidated=True)
     hooked.append(_C.remove_hook(ddp.reducer))
-    ddp._update_process_group(dist.new_group())
     right += [step(2) == 0, step(3) == 0]
     comm.detach()
     with warnings.catch_warnings():
@@ -243,35 +241,6 @@ def test_one_rank_has_nothing_to_search_for(ranks):
 
 
 # --- process groups, errors -----------------------------------------------------------------------------------------
-
-
-def moved(rank, world_size, is_finished):
-    subgroup = dist.new_group([0, 1])
-    ddp = module()
-    comm = fusedcomm.attach(ddp, "auto", quiet=True)
-    values = [torch.full(shape, float(rank)) for shape in SHAPES]
-    slow = StepClock(comm, rank, **TIMES)
-    while len(comm.tuning().step_ms) < 2 or (is_finished and not comm.tuning().finished):
-        slow()
-        before = synchronize(ddp, values)[0].unique().tolist()
-    ddp._update_process_group(subgroup)
-    if rank > 1:
-        comm.detach()
-        return before, None, None
-    after = [synchronize(ddp, values)[0].unique().tolist()]
-    begun_again = comm.tuning()
-    while not comm.tuning().finished:
-        after.append(synchronize(ddp, values)[0].unique().tolist())
-    after.append(synchronize(ddp, values)[0].unique().tolist())
-    return before, after, begun_again
-
-
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_on_another_process_group_the_search_begins_again(ranks, is_finished):
-    for rank, (before, after, begun_again) in enumerate(ranks.run(moved, is_finished, world_size=3)):
-        assert before == [1.0]
-        if rank < 2:
-            assert after == [[0.5]] * 38 and (begun_again.step_ms, begun_again.num_steps) == ({}, 1)
 
 
 def failing(rank, world_size):

@@ -64,8 +64,6 @@ SCRIPTS = {
     "local_steps": f"{SMALL} --finetune 2",
     "members": "--quick --ranks 3 --ways members 'horovod elastic'",
     "optimizer": "--quick --optimizers adamw --models perceptron --wires int8 --updates int8 --steps 2",
-    "reducer_host": "--ranks 2 --parameters 30 --rounds 2",
-    "weights": "--quick",
 }
 """By script: its options."""
 OF_MAKE_GPU = {"kernels", "hook_overhead", "gpus"}

@@ -138,30 +138,31 @@ def test_buckets_may_be_rebuilt_and_renumbered(ranks, kwargs):
             assert not kwargs or buckets[0] == buckets[1] == buckets[2]
 
 
-def moved_to_another_group(rank, world_size, through):
-    """_update_process_group to the first two ranks. Returns the mean before and after, and the plan's world size."""
+def moved_to_another_group(rank, world_size, front_end):
+    """_update_process_group to the first two ranks. Returns the error, and the mean of another attachment."""
     subgroup, config = dist.new_group([0, 1]), Config("int8", wires={"1d": "int8"})
-    ddp, comm = synchronized("CommState" if through == "CommState" else "hook", Gradients((6000,)), config)
+    ddp, comm = synchronized(front_end, Gradients((6000,)), config)
     gradient = [torch.full((6000,), float(rank))]
-    before = synchronize(ddp, gradient)[0].unique().tolist()
-    if through == "a detached handle":
-        comm.detach()
+    synchronize(ddp, gradient)
     ddp._update_process_group(subgroup)
     if rank > 1:
-        if through == "attach":
-            comm.detach()
-        return before, None, None
-    if through == "CommState":
+        return "", None
+    if front_end == "CommState":
         comm.process_group = subgroup
-    after = synchronize(ddp, gradient, steps=3)[0].unique().tolist()
-    return before, after, comm.plan().world_size if through == "attach" else None
+    with pytest.raises(RuntimeError) as error:
+        synchronize(ddp, gradient)
+    if front_end == "CommState":
+        return str(error.value), None
+    comm.detach()
+    comm = fusedcomm.attach(ddp, config, quiet=True)
+    return str(error.value), synchronize(ddp, gradient, steps=3)[0].unique().tolist()
 
 
-@pytest.mark.parametrize("through", ["attach", "CommState", "a detached handle"])
-def test_an_updated_process_group_is_followed(ranks, through):
-    for rank, (before, after, world_size) in enumerate(ranks.run(moved_to_another_group, through)):
-        assert before == [1.5] and after == ([0.5] if rank < 2 else None)
-        assert world_size == (2 if rank < 2 and through == "attach" else None)
+@pytest.mark.parametrize("front_end", ["hook", "CommState"])
+def test_an_updated_process_group_needs_another_attachment(ranks, front_end):
+    for rank, (error, after) in enumerate(ranks.run(moved_to_another_group, front_end)):
+        assert ("another process" in error) == (rank < 2)
+        assert after == ([0.5] if rank < 2 and front_end == "hook" else None)
 
 
 # --- contents -------------------------------------------------------------------------------------------------------
@@ -191,7 +192,8 @@ def rebuilt_twice(rank, world_size):
     shapes = ((2000,), (3000,))
     subgroup = dist.new_group([0, 1])
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
-    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
+    state = fusedcomm.CommState(Config("int8", wires={"1d": "int8"}), module=ddp.module)
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
     gradients = [torch.full(shape, float(rank + index)) for index, shape in enumerate(shapes)]
     synchronize(ddp, gradients, steps=3)
     ddp._update_process_group(subgroup)
@@ -205,7 +207,7 @@ def rebuilt_twice(rank, world_size):
         except RuntimeError as error:
             return str(error)
         seen = [weight.grad.unique().tolist() for weight in order]
-    return seen, [bucket.parameters for bucket in comm.plan().buckets]
+    return seen, [bucket.parameters for bucket in state._comm.plan().buckets]
 
 
 def test_buckets_cut_anew_for_another_group_have_their_own_parameters_or_are_refused(ranks):

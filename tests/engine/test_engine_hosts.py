@@ -3,12 +3,11 @@ share a host."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Gradients, on_host, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, Feedback, TwoLevels
+from fusedcomm.config import Config, TwoLevels
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.session import session
 
@@ -139,25 +138,6 @@ def with_a_path_for_one_level(rank, world_size, names):
 def test_what_two_levels_need_is_prepared_only_where_sums_have_them(ranks):
     assert ranks.run(with_a_path_for_one_level, TWICE) == [2] * 4
     assert ranks.run(with_a_path_for_one_level, "aaaa") == [1] * 4
-
-
-def moved_to_one_host(rank, world_size):
-    """_update_process_group from four ranks on two hosts to the two of one host."""
-    with on_host(TWICE[rank]):
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        ddp = DistributedDataParallel(Gradients((6000,)))
-        comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, feedback=Feedback()))
-        gradient = torch.full((6000,), float(rank))
-        before, of_two_hosts = synchronize(ddp, [gradient], steps=3)[0].unique().tolist(), str(comm.plan())
-        ddp._update_process_group(groups[rank % 2])
-        after = synchronize(ddp, [gradient], steps=3)[0].unique().tolist()
-        return before, of_two_hosts, after, str(comm.plan()), comm.stats().sent_between_hosts_nbytes
-
-
-def test_levels_follow_the_process_group(ranks):
-    for rank, (before, of_two_hosts, after, of_one_host, between) in enumerate(ranks.run(moved_to_one_host)):
-        assert before == [1.5] and "2 hosts × 2 ranks" in of_two_hosts
-        assert after == [1.0 + rank % 2] and ONE_LEVEL + "all 2 ranks are on one host" in of_one_host and between == 0
 
 
 def test_a_simulation_takes_a_number_of_ranks_on_each_host():

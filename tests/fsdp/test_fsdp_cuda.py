@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, integers, mean_of_integers, reducer_of, whole
-from test_fsdp_cuda_path import CONFIGS, three_steps
 from test_fsdp_feedback import Layers, made
+from test_fsdp_on_streams import CONFIGS, three_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

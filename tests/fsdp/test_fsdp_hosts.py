@@ -130,7 +130,7 @@ def test_one_level_that_sends_more_to_other_hosts_than_torch_is_warned_of_once(r
     said = [text for of_rank in ranks.run(_warnings_of, hosts, world_size=4) for text in of_rank]
     if hosts is None:
         (text,) = said
-        assert "sends 2.00 MiB of gradients" in text and "1.50 MiB" in text and "hosts=None" in text
+        assert "sends 2.00 MiB to others" in text and "1.50 MiB" in text and "hosts=None" in text
     else:
         assert not said
 

@@ -109,23 +109,17 @@ def test_one_attachment_takes_modules_of_several_meshes(ranks, name):
 
 
 def _states(rank, world_size):
-    config = fusedcomm.Config("int4", feedback=fusedcomm.Feedback(unsharded=True))
     model = _dense_and_experts(rank, 2)
-    with fusedcomm.attach(model, config) as comm:
+    with fusedcomm.attach(model, "int4") as comm:
         _trained(model, rank, 2)
         state = comm.state_dict()
-    with fusedcomm.attach(model, config) as comm:
+    with fusedcomm.attach(model, "int4") as comm:
         comm.load_state_dict(state)
-        again = comm.state_dict()
-    names = set(state["residuals"])
-    same = [
-        torch.allclose(state["residuals"][n].to_local(), again["residuals"][n].to_local(), atol=1e-6) for n in names
-    ]
-    return len(names), all(same), state["calls"] == again["calls"] and set(again["calls"].values()) == {2}
+        return len(state["calls"]), set(state["calls"].values()), comm.state_dict() == state
 
 
 def test_the_state_has_the_modules_of_every_mesh(ranks):
-    assert ranks.run(_states, world_size=4) == [(4, True, True)] * 4
+    assert ranks.run(_states, world_size=4) == [(4, {2}, True)] * 4
 
 
 def _one_rank_differs(rank, world_size):

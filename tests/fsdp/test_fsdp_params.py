@@ -232,13 +232,9 @@ def _trained_on(rank, world_size, device):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(on_streams_library, ranks, world_size):
+def test_an_accelerators_streams_give_the_cpus_bits_and_the_host_never_waits(ranks_on_streams, ranks, world_size):
     on_cpu = ranks.run(_trained_on, "cpu", world_size=world_size)
-    pool = on_streams.RanksOnStreams(on_streams_library, world_size)
-    try:
-        on_device = pool.run(_trained_on, on_streams.DEVICE)
-    finally:
-        pool.close()
+    on_device = ranks_on_streams.run(_trained_on, on_streams.DEVICE, world_size=world_size)
     for ours, theirs in zip(on_device, on_cpu, strict=True):
         assert all(map(torch.equal, ours[0], theirs[0])) and ours[1] == theirs[1] == [0, 0, 0]
 

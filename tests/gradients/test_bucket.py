@@ -1,10 +1,8 @@
-"""Gradients in separate tensors give the same bits as gradients in one buffer, on the CPU's and on the CUDA path."""
+"""Gradients in separate tensors give the same bits as gradients in one buffer."""
 
-import fake_cuda
 import pytest
 import torch
 from models import Gradients, normal, synchronize
-from sampling import few
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -34,7 +32,7 @@ def gradients_of(rank, step, shapes):
     return [normal(rank, 1000 * step + i, shape).mul(8).round() for i, shape in enumerate(shapes)]
 
 
-def means(rank, world_size, library, config, apart):
+def means(rank, world_size, config, apart):
     """Takes three steps. Returns the bits of their results, the bytes sent and the non-finite counts by parameter.
 
     `apart`: whether every gradient is a separate tensor; otherwise they are in DDP's buffer.
@@ -43,40 +41,37 @@ def means(rank, world_size, library, config, apart):
     model = Gradients(*shapes)
     ddp = DistributedDataParallel(model)
     seen = []
-    with fake_cuda.path(library, config):
-        comm = fusedcomm.attach(ddp, config, quiet=True)
-        for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
-            synchronize(ddp, gradients_of(rank, 0, shapes))
-        hook = comm.session.synchronizer
-        hook.restore_residuals({})  # both runs start without residuals
-        (record,) = hook.buckets()
-        order = [int(name.rpartition(".")[2]) for name in record.parameters]
-        weights = {name: model.weights[i] for name, i in zip(record.parameters, order, strict=True)}
-        hook.choose_wires(lambda name, num_dims: config.wire_number(name, weights[name]))
-        apart_sum = _C.FusedSum(hook)
-        for step in range(1, 4):
-            gradients = gradients_of(rank, step, shapes)
-            if step == 3:
-                gradients[5].view(-1)[-1] = float("inf")
-            if not apart:
-                seen.append(synchronize(ddp, gradients))
-                continue
-            # The memory is new in every step, and its addresses are in no order.
-            lying = [gradient.clone() for gradient in gradients]
-            apart_sum.run(names=record.parameters, tensors=[lying[i] for i in order], ends_step=True).wait()
-            seen.append(lying)
-        stats = comm.stats()
-        comm.detach()
+    comm = fusedcomm.attach(ddp, config, quiet=True)
+    for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
+        synchronize(ddp, gradients_of(rank, 0, shapes))
+    hook = comm.session.synchronizer
+    hook.restore_residuals({})  # both runs start without residuals
+    (record,) = hook.buckets()
+    order = [int(name.rpartition(".")[2]) for name in record.parameters]
+    weights = {name: model.weights[i] for name, i in zip(record.parameters, order, strict=True)}
+    hook.choose_wires(lambda name, num_dims: config.wire_number(name, weights[name]))
+    apart_sum = _C.FusedSum(hook)
+    for step in range(1, 4):
+        gradients = gradients_of(rank, step, shapes)
+        if step == 3:
+            gradients[5].view(-1)[-1] = float("inf")
+        if not apart:
+            seen.append(synchronize(ddp, gradients))
+            continue
+        # The memory is new in every step, and its addresses are in no order.
+        lying = [gradient.clone() for gradient in gradients]
+        apart_sum.run(names=record.parameters, tensors=[lying[i] for i in order], ends_step=True).wait()
+        seen.append(lying)
+    stats = comm.stats()
+    comm.detach()
     bits = torch.cat([gradient.flatten() for step in seen for gradient in step]).view(torch.uint8)
     return bits, stats.sent_nbytes, stats.nonfinite_by_parameter
 
 
-@pytest.mark.sampled(by=lambda path, name: {"path": path, "sum": CONFIGS[name].sum})
-@pytest.mark.parametrize("path", few(["cpu", "cuda"], "cpu"))
+@pytest.mark.sampled(by=lambda name: {"sum": CONFIGS[name].sum})
 @pytest.mark.parametrize("name", CONFIGS)
-def test_300_tensors_give_the_bits_of_one_run(ranks, request, path, name):
-    driver = request.getfixturevalue("library") if path == "cuda" else None
-    runs = [ranks.run(means, driver, CONFIGS[name], apart, world_size=2) for apart in (False, True)]
+def test_300_tensors_give_the_bits_of_one_run(ranks, name):
+    runs = [ranks.run(means, CONFIGS[name], apart, world_size=2) for apart in (False, True)]
     for (run, run_nbytes, run_nonfinite), (apart, apart_nbytes, apart_nonfinite) in zip(*runs, strict=True):
         assert torch.equal(run, apart)
         assert run_nonfinite == apart_nonfinite and sum(run_nonfinite.values()) == 1

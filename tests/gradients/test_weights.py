@@ -54,7 +54,7 @@ def weighted_steps(rank, world_size, front, steps, config):
 ONE_PASS = [[[1000, 1, 7, 30]], [[0, 12, 1000, 3]], [[5, 1, 0, 0]]]
 STEPS = {False: ONE_PASS, True: TWO_PASSES}
 
-ADD_UP = ("hook", "hook, other groups", "reducer", "DataParallel")
+ADD_UP = ("hook", "reducer", "DataParallel")
 ONLY_ONCE = ("hook", "hook, static graph", "reducer", "reducer, unused", "DataParallel", "FSDP2", "HSDP")
 CASES = [
     (front, adds_up, size, weighted)

@@ -63,21 +63,6 @@ class InItself(Counts):
         return self.calls
 
 
-class Later(Counts):
-    """Nothing shows in the first steps."""
-
-    calls = 5
-
-    def count(self, group):
-        number = group.get("calls", 0) if "calls" in group else 0
-        if self.state and any(state.get("n", 0) >= self.calls for state in self.state.values()):
-            group["calls"] = number + 1
-        for p in group["params"]:
-            if p.grad is not None:
-                self.state[p]["n"] = self.state[p].get("n", 0) + 1
-        return 1
-
-
 class OfAllGradients(Counts):
     """As those that estimate their rate."""
 
@@ -87,4 +72,4 @@ class OfAllGradients(Counts):
 
 
 COUNTING = [FromTheStart, Lazily, InATensor, IfThereAreGradients, InItself]
-"""Those that a ShardedOptimizer can step without overlap."""
+"""Those that a ShardedOptimizer can step."""

@@ -34,7 +34,7 @@ CHUNKS = Chunks(nbytes=4096, in_flight=2)
 CONFIGS = {
     "hook": Config("int8", sum="two-shot", feedback=Feedback(), chunks=CHUNKS),
     "DataParallel": Config("int8"),
-    "FSDP2": Config("int8", feedback=Feedback(unsharded=True), chunks=CHUNKS),
+    "FSDP2": Config("int8", chunks=CHUNKS),
 }
 """Of front ends, by their names in front_ends.py."""
 
@@ -43,7 +43,9 @@ _libraries: list[ctypes.PyDLL] = []
 
 
 def _prepare(rank: int, world_size: int, path: str) -> None:
-    """Loads the library into this process, and makes its accelerator torch's."""
+    """Loads the library into this process, unless it has it, and makes its accelerator torch's."""
+    if _libraries:
+        return
     library = ctypes.PyDLL(path)
     library.sim_device.restype = library.sim_backend.restype = ctypes.py_object
     library.sim_backend.argtypes = [ctypes.py_object]
@@ -150,9 +152,12 @@ class RanksOnStreams(Ranks):
 
     def _start(self) -> None:
         super()._start()
-        super().run(_prepare, self._library)
+        self._num_prepared = 0
 
-    def run(self, function, *args, world_size: int | None = None, backend: str = BACKEND) -> list:
+    def run(self, function, *args, world_size: int = 2, backend: str = BACKEND) -> list:
+        if world_size > self._num_prepared:
+            super().run(_prepare, self._library, world_size=world_size)
+            self._num_prepared = world_size
         try:
             return super().run(function, *args, world_size=world_size, backend=backend)
         finally:

@@ -244,9 +244,7 @@ def clip(model: nn.Module, max_norm: float, owners: fusedcomm.ShardedOptimizer |
         gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
-def train(
-    way: Way, rank: int, world_size: int, steps: int, owners: bool, overlap: bool | None = None, device: str = "cpu"
-) -> list:
+def train(way: Way, rank: int, world_size: int, steps: int, owners: bool, device: str = "cpu") -> list:
     """(parameters, scale of the loss, groups without their parameters) after each step. owners: whether a
     ShardedOptimizer steps; otherwise every rank runs torch's optimizers on the means."""
     torch.manual_seed(5)
@@ -259,7 +257,7 @@ def train(
         forward = model
         reducer = given = fusedcomm.GradReducer(model, way.config, bucket_mib=BUCKET_MIB, **options)
     if owners:
-        optimizers = [sharded(model, given, way.kind, update=way.update, overlap=overlap)]
+        optimizers = [sharded(model, given, way.kind, update=way.update)]
     else:
         optimizers = plain_optimizers(model, way.kind)
     make_scaler = optimizers[0].grad_scaler if owners else torch.amp.GradScaler

@@ -1,7 +1,5 @@
 """What the tests of weights train: front ends on unequal batches, and one process that has all of them."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from models import no_sync_of, synchronized
@@ -47,18 +45,7 @@ def wrapped(front, module, config):
         ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=True)
         return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
     forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
-    no_sync = no_sync_of(forward, comm)
-    if option != "other groups":
-        return forward, comm, no_sync
-
-    @contextlib.contextmanager
-    def moving():
-        """The group changes before the next pass."""
-        with no_sync():
-            yield
-        forward._update_process_group(dist.new_group())
-
-    return forward, comm, moving
+    return forward, comm, no_sync_of(forward, comm)
 
 
 def gradients_of(module):

@@ -22,10 +22,6 @@ NUM_STEPS = {"ddp": 100, "fsdp2": 8}[WAY]
 """In two epochs. What is resumed goes on with the second one: within an epoch Lightning does not find the batch where
 it stopped."""
 ROWS = training.Rows(2 * NUM_STEPS // 2 * training.ACCUMULATED * training.BATCH)  # of two ranks in an epoch
-FEEDBACK = {
-    "ddp": Config("int8", sum="one-shot", feedback=Feedback()),
-    "fsdp2": Config("int8", feedback=Feedback(unsharded=True)),
-}[WAY]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")
 
@@ -211,9 +207,13 @@ def with_transformers(options: dict | None, folder: Path, resumed: bool, failing
 def runs() -> dict[str, dict | None]:
     """The options by name; None: without fusedcomm."""
     found = {"plain": None, "fp32": {"config": "fp32"}}
-    if WAY == "ddp":
-        found["int8"] = {"config": "int8"}
-    return {**found, "feedback": {"config": FEEDBACK}}
+    if WAY == "fsdp2":
+        return {**found, "codes": {"config": "int8"}}
+    return {
+        **found,
+        "int8": {"config": "int8"},
+        "feedback": {"config": Config("int8", "one-shot", feedback=Feedback())},
+    }
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,8 +139,9 @@ def test_the_mean_is_loaded_on_another_number_of_ranks(ranks):
 
 def states_of_fsdp2(rank, world_size):
     """What an attachment to FSDP2 saves and has after loading it; then what DDP and FSDP2 say about each other's."""
-    config = Config("int8", feedback=Feedback(unsharded=True), wires={"1d": "int8"})
-    model = fully_shard(nn.Linear(64, 64))
+    config = Config("int8", feedback=Feedback(), wires={"1d": "int8"})
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("copies", "shards"))
+    model = fully_shard(nn.Linear(64, 64), mesh=mesh)
     attachment = Attachment(config)
     attachment.attach(model, world_size, "")
     step(model, rank)

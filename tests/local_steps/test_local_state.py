@@ -7,7 +7,7 @@ import torch
 from local_jobs import Job, flat
 from plain_simulation import Run
 
-from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,14 @@ RESUMED = {
     2: [
         (FP32, "fp32", ""),
         (InBf16(**vars(FP32)), "fp32", ""),
-        (WIDE, Config("int4", feedback=Feedback()), ""),
+        (WIDE, "int4", ""),
     ],
     3: [
         (WIDE, "int4", ""),
-        (WIDE, Config("int8", feedback=Feedback(), chunks=Chunks(4096)), ""),
-        (WIDE, Config("int4", feedback=Feedback()), ""),
+        (WIDE, Config("int8", chunks=Chunks(4096)), ""),
     ],
     4: [
-        (WIDE, Config("int4", feedback=Feedback(), hosts=[[0, 2], [1, 3]]), ""),
+        (WIDE, Config("int4", hosts=[[0, 2], [1, 3]]), ""),
         (SHARDED, "fp32", "fsdp"),
     ],
 }
@@ -56,7 +55,7 @@ RESUMED = {
 
 def resumed(rank, world_size, cases):
     """For each case: whether a run that was saved ends with the bits of one that went on. It is saved again as soon as
-    it is loaded, before residuals have found their parameters."""
+    it is loaded."""
     found = []
     for run, config, inside in cases:
         at = run.steps - run.delay - 1

@@ -12,7 +12,7 @@ from local_jobs import Job, flat
 from models import error_of
 from plain_simulation import Run, simulated
 
-from fusedcomm.config import Chunks, Config, Feedback, TwoLevels
+from fusedcomm.config import Chunks, Config, TwoLevels
 
 DELAYS = (0, 1, 5)
 
@@ -82,7 +82,7 @@ def test_on_streams_they_do_the_same_and_the_host_waits_only_for_merges_without_
 # ---- ranks that stay equal
 
 INT4 = {"config": "int4"}
-TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"), feedback=Feedback())
+TWO_LEVELS = Config("int8", hosts=TwoLevels(2, local_wire="fp32"))
 WIDE = Run(every=5, delay=2, steps=12, width=100)
 EQUAL = [
     (2, WIDE, INT4),

@@ -151,7 +151,7 @@ def test_a_window_shorter_than_a_step_merges_each_step_and_says_so_once(ranks):
 
 @dataclasses.dataclass(frozen=True)
 class Ending(Timed):
-    """Enough parameters for codes of 4 bits; each rank moves them by its own amounts, so that codes leave residuals."""
+    """Enough parameters for codes of 4 bits; each rank moves them by its own amounts."""
 
     def model(self):
         model = nn.Linear(128, 128, bias=False)
@@ -191,7 +191,7 @@ def left_out(rank, world_size, config):
     return {name: ended(rank, world_size, windows, config) for name, windows in ENDINGS.items()}
 
 
-def test_what_codes_left_out_of_a_long_window_is_no_larger_after_a_short_one(ranks, subtests):
+def test_codes_round_as_much_in_windows_of_any_length_as_what_they_carry(ranks, subtests):
     exact, coded = (ranks.run(left_out, config, world_size=2)[0] for config in ("fp32", "int4"))
     for name, windows in ENDINGS.items():
         with subtests.test(name):

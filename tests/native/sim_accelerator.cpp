@@ -318,7 +318,10 @@ std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
   std::memset(data, 0, static_cast<size_t>(nbytes));
   DeviceState& sim = state(stream.device_index());
   std::lock_guard<std::mutex> lock(sim.mutex);
-  sim.blocks[data] = {std::unique_ptr<std::byte, Delete>(data), nbytes, stream.id(), {}};
+  Clock& clock = sim.clocks[stream.id()];
+  merge(&clock, host_clock(sim));
+  const PastAccess made{0, nbytes, /*writes=*/true, stream.id(), ++clock[stream.id()], "its allocation"};
+  sim.blocks[data] = {std::unique_ptr<std::byte, Delete>(data), nbytes, stream.id(), {}, false, {made}};
   return data;
 }
 

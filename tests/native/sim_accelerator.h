@@ -51,7 +51,8 @@ void count_waits_of_all_threads();
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work);
 
-// Returns zeroed memory, aligned to 64 bytes, that belongs to a stream.
+// Returns zeroed memory, aligned to 64 bytes, that belongs to a stream. As with cudaMallocAsync it is there once the
+// stream reaches this: work that accesses it must be ordered after that.
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes);
 // Like torch's record_stream(): memory that is given back also waits for the work that this stream has been given by
 // then. `data` may point anywhere into the memory; does nothing if it is not of allocate().

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -114,6 +115,24 @@ void for_each_unit(const BucketLayout& layout, const std::function<void(const Un
   for (int64_t i = 0; i < units.count(); ++i) visit(units[i]);
 }
 
+// Adds how many elements of each slice are not finite after scaling, of elements [begin, end) of the list.
+void count_nonfinite(const SliceArgs& slices, const SliceList& list, int64_t begin, int64_t end, float scale) {
+  const ConvertFn convert = codec().convert[index_of(format_of(list.dtype()))][index_of(Format::kFp32)];
+  std::vector<float> scaled;
+  for (int32_t i = 0; i < slices.num_slices; ++i) {
+    const Range range{std::max(begin, slices.slice_starts[i]), std::min(end, slices.slice_starts[i + 1])};
+    if (range.begin >= range.end) continue;
+    for (Cursor cursor(list, range); cursor.remaining() > 0;) {
+      const int64_t numel = cursor.run_numel();
+      scaled.resize(static_cast<size_t>(numel));
+      if (cursor.data() != nullptr) {
+        std::atomic_ref(slices.counts[slices.slots[i]]) += convert(cursor.data(), scaled.data(), numel, scale, false);
+      }
+      cursor.advance(numel);
+    }
+  }
+}
+
 Work pack(const KernelKey& key, const PackLaunch& args) {
   const BucketLayout layout =
       layout_of(key.wire, key.block_numel, args.out, args.part, args.num_parts, args.first_part);
@@ -139,6 +158,11 @@ Work pack(const KernelKey& key, const PackLaunch& args) {
                          args.scale,
                          static_cast<std::byte*>(args.out.exact),
                          {residual, layout.lossy_numel}};
+    const auto count = [&](const SliceArgs& list, const SliceList& elements, int64_t numel) {
+      count_nonfinite(list, elements, args.first_part * numel, (args.first_part + args.num_parts) * numel, args.scale);
+    };
+    count(args.lossy, slices.lossy, args.part.numel);
+    count(args.exact, slices.exact, args.part.exact_numel);
     for_each_unit(layout, [&](const Unit& unit) { pack_unit(codec(), stage, unit, /*streamed=*/false); });
   };
   return work;
@@ -186,7 +210,17 @@ Work unpack(const KernelKey& key, const UnpackLaunch& args) {
 Work scale(const ScaleLaunch& args) {
   Work work;
   work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, 8, true)};
-  work.run = [args] { codec().scale(static_cast<float*>(args.data), args.numel, args.scale); };
+  work.run = [args] {
+    SliceArgs slices;
+    slices.slice_starts = args.slice_starts;
+    slices.counts = args.counts;
+    slices.slots = args.slots;
+    slices.num_slices = args.num_slices;
+    SliceList list;
+    list.append(args.data, args.numel, GradDtype::kFloat32);
+    count_nonfinite(slices, list, 0, args.numel, args.scale);
+    codec().scale(static_cast<float*>(args.data), args.numel, args.scale);
+  };
   return work;
 }
 

@@ -8,7 +8,7 @@ from owners import BUCKET_MIB, FP32
 from sampling import few
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.config import Chunks, Config
 
 SHAPES = ((33, 70), (50,), (90, 11), (7, 3))
 LR = 1 / 64
@@ -17,11 +17,11 @@ ERRORS = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "fp
 WIRES = few(ERRORS, "bf16", "int8")
 
 
-def constant_gradients(rank, world_size, update, overlap, steps, config=FP32, dtype=torch.float32):
+def constant_gradients(rank, world_size, update, steps, config=FP32, dtype=torch.float32):
     """The parameters of a Gradients after each step of SGD with gradients that never change, by parameter."""
     model = Gradients(*SHAPES, dtype=dtype)
     reducer = reducer_of(model, config, bucket_mib=BUCKET_MIB)
-    optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR, update=update, overlap=overlap, quiet=True)
+    optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=LR, update=update, quiet=True)
     # A thousandth keeps them off the numbers that the wires have.
     gradients = [(integers(rank, shape) + 0.001).to(model.weights[0]) for shape in SHAPES]
     seen = []
@@ -37,12 +37,11 @@ def constant_gradients(rank, world_size, update, overlap, steps, config=FP32, dt
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("world_size", few([2, 3, 4], 3))
 @pytest.mark.parametrize("update", WIRES)
-def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_size, overlap):
+def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_size):
     steps = 40
-    (seen, *others) = ranks.run(constant_gradients, update, overlap, steps, world_size=world_size)
+    (seen, *others) = ranks.run(constant_gradients, update, steps, world_size=world_size)
     for other in others:
         assert all(torch.equal(*pair) for both in zip(seen, other, strict=True) for pair in zip(*both, strict=True))
     means = [mean_of_integers(world_size, shape, torch.float64) + 0.001 for shape in SHAPES]
@@ -62,21 +61,19 @@ def test_the_error_of_many_steps_is_that_of_one_rounding(ranks, update, world_si
 # ---- accelerators
 
 
-def both_ways(rank, world_size, wire, feedback, dtype, device):
+def both_ways(rank, world_size, wire, dtype, device):
     """The parameters after each step on a device, with gradients in the wire, too."""
-    config = Config(wire, sum="two-shot", feedback=feedback, chunks=Chunks(nbytes=4096, in_flight=2))
+    config = Config(wire, sum="two-shot", chunks=Chunks(nbytes=4096, in_flight=2))
     with torch.device(device):
-        seen = constant_gradients(rank, world_size, wire, True, 5, config, dtype)
+        seen = constant_gradients(rank, world_size, wire, 5, config, dtype)
     return [each.cpu() for step in seen for each in step]
 
 
 @pytest.mark.parametrize(
-    ("wire", "feedback", "dtype"),
-    [("int8", None, torch.float32), ("int4", Feedback(), torch.float32), ("bf16", Feedback(), torch.bfloat16)],
+    ("wire", "dtype"), [("int8", torch.float32), ("int4", torch.float32), ("bf16", torch.bfloat16)]
 )
-def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, wire, feedback, dtype):
-    on_cpu = ranks.run(both_ways, wire, feedback, dtype, "cpu", world_size=2)
-    for ours, theirs in zip(
-        ranks_on_streams.run(both_ways, wire, feedback, dtype, on_streams.DEVICE), on_cpu, strict=True
-    ):
+def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, wire, dtype):
+    on_cpu = ranks.run(both_ways, wire, dtype, "cpu", world_size=2)
+    on_device = ranks_on_streams.run(both_ways, wire, dtype, on_streams.DEVICE)
+    for ours, theirs in zip(on_device, on_cpu, strict=True):
         assert all(map(torch.equal, ours, theirs))

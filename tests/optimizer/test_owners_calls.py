@@ -33,7 +33,7 @@ def alone(rank, world_size, call, then):
         model, optimizer = Net(), None
         reducer = reducer_of(model, FP32)
     else:
-        model, reducer, optimizer = made(overlap=then in ("step", "barrier"))
+        model, reducer, optimizer = made()
         one_step(model, optimizer, rank, 0)
     if then == "its step":
         optimizer.zero_grad()
@@ -75,10 +75,9 @@ def test_a_call_of_one_rank_alone_says_on_all_where_they_are(ranks, call, then):
         assert seconds < patient(20)
 
 
-def not_fatal(rank, world_size, overlap, early):
-    """({what: error}, parameters) of calls after which training goes on. The ranks `early` take the state between
-    backward() and step(), the others after it."""
-    model, reducer, optimizer = made(overlap=overlap, update="fp32")
+def not_fatal(rank, world_size):
+    """({what: error}, parameters) of calls after which training goes on."""
+    model, reducer, optimizer = made(update="fp32")
     found = {
         "before": refusal(optimizer.clip_grad_norm_, 1.0),
         "group": refusal(optimizer.add_param_group, {"params": [nn.Parameter(torch.zeros(3))]}),
@@ -88,18 +87,13 @@ def not_fatal(rank, world_size, overlap, early):
     optimizer.zero_grad()
     loss_of(model, rank, 1).backward()
     found["closure"] = refusal(optimizer.step, lambda: 0.0)
-    found["clip"] = refusal(optimizer.clip_grad_norm_, 1.0) if overlap else ""
     found["norm"] = refusal(optimizer.grad_norm, 1.0)
-    if rank not in early:
-        optimizer.step()
-    found["state"] = refusal(optimizer.state_dict) if overlap else whole(optimizer.state_dict()) and ""
-    if rank in early:
-        optimizer.step()
-    if not overlap:
-        optimizer.zero_grad()
-        (loss_of(model, rank, 3) * torch.inf).backward()
-        found["Inf"] = refusal(optimizer.clip_grad_norm_, 1.0, error_if_nonfinite=True)
-        optimizer.skip_step()
+    assert whole(optimizer.state_dict())["state"]
+    optimizer.step()
+    optimizer.zero_grad()
+    (loss_of(model, rank, 3) * torch.inf).backward()
+    found["Inf"] = refusal(optimizer.clip_grad_norm_, 1.0, error_if_nonfinite=True)
+    optimizer.skip_step()
     one_step(model, optimizer, rank, 2)
     end = flat(model)
     reducer.detach()
@@ -110,21 +104,15 @@ def replicated(rank, world_size):
     return train(Way(), rank, world_size, 3, owners=False)[-1][0]
 
 
-@pytest.mark.parametrize(("overlap", "early"), [(True, (0, 1)), (True, (1,)), (False, (0, 1))])
-def test_these_errors_change_nothing_and_training_goes_on(ranks, overlap, early):
+def test_these_errors_change_nothing_and_training_goes_on(ranks):
     expected = ranks.run(replicated, world_size=2)[0]
-    for found, end in ranks.run(not_fatal, overlap, early, world_size=2):
+    for found, end in ranks.run(not_fatal, world_size=2):
         assert torch.equal(end, expected)
-        assert all("Error: fusedcomm: " in text for text in found.values() if text)
-        assert "before a backward pass" in found["before"] or overlap
-        assert "or after step()" in found["after"] or overlap
+        assert all("Error: fusedcomm: " in text for text in found.values())
+        assert "before a backward pass" in found["before"] and "or after step()" in found["after"]
         assert "groups are agreed" in found["group"] and "closure" in found["closure"]
-        assert "norm_type=1.0" in found["norm"] or overlap
-        assert overlap or found["Inf"].startswith("RuntimeError: fusedcomm: the norm of the means is ")
-        for name in ("before", "after", "clip", "norm", "state") if overlap else ():
-            assert "overlap=False" in found[name]
-        early_call = f"RuntimeError: fusedcomm: state_dict() on rank {early[0]}: it was called between backward()"
-        assert found["state"].startswith(early_call) if overlap else not found["state"]
+        assert "norm_type=1.0" in found["norm"]
+        assert found["Inf"].startswith("RuntimeError: fusedcomm: the norm of the means is ")
 
 
 # ---- what ranks send
@@ -174,7 +162,7 @@ def various(rank, world_size):
     torch.manual_seed(5)
     model = Net()
     reducer = reducer_of(model, FP32, bucket_mib=BUCKET_MIB)
-    optimizer = fusedcomm.ShardedOptimizer(reducer, Various, quiet=True, overlap=False, update="fp32", lr=0.1)
+    optimizer = fusedcomm.ShardedOptimizer(reducer, Various, quiet=True, update="fp32", lr=0.1)
     one_step(model, optimizer, rank, 0)
     one_step(model, optimizer, rank, 1)
     state = whole(optimizer.state_dict())
@@ -207,8 +195,8 @@ def warned(rank, world_size, hosts):
 def test_one_level_that_sends_more_between_hosts_than_ddp_is_warned_of_once(ranks):
     (text,), sent_mib = ranks.run(warned, None, world_size=4)[0]
     assert text == (
-        "fusedcomm: a host sends 2.00 MiB to others in a step, and 1.50 MiB in DDP's own all-reduce, because a "
-        "ShardedOptimizer's sums have one level, not two: hosts=None"
+        "fusedcomm: a host sends 2.00 MiB to others in a step in place of the 1.50 MiB of DDP's own all-reduce, "
+        "because sums have one level, not two: hosts=None"
     )
     assert sent_mib == pytest.approx(2, rel=0.01)
     assert ranks.run(warned, None, world_size=4)[1:] == [([], sent_mib)] * 3

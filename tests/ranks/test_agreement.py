@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import version
-from fusedcomm.config import Config, Feedback, LocalOptions
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks import bounded_store, peers
 from fusedcomm.ranks.agreement import _first_difference, agree
@@ -125,7 +125,7 @@ def attached_twice(is_bad):
 
 
 def with_an_option_of_shards(is_bad):
-    fusedcomm.attach(DistributedDataParallel(Gradients((50, 2))), Config(feedback=Feedback(unsharded=is_bad)))
+    fusedcomm.attach(DistributedDataParallel(Gradients((50, 2))), Config(params="int8" if is_bad else "fp32"))
 
 
 def hook_with_a_state(is_bad):
@@ -149,7 +149,7 @@ LOCAL = {
     options_of_this_process: "isa='sse9'",
     ddp_with_builtin_hook: "already has a built-in communication hook",
     attached_twice: "already synchronizes the parameter",
-    with_an_option_of_shards: "Feedback(unsharded=True)",
+    with_an_option_of_shards: "params='int8'",
     hook_with_a_state: "of another program",
     lambda is_bad: fusedcomm.GradReducer([] if is_bad else Gradients((50, 2))): "no parameters that could have",
     lambda is_bad: fusedcomm.GradReducer(Gradients((50, 2)), bucket_mib=0 if is_bad else 1): "bucket_mib=0",

@@ -48,7 +48,6 @@ OPTIONS = {
     "compare_every",
     "compare",
 }
-UNSHARDED = Config(feedback=Feedback(unsharded=True))
 IN_BACKWARD = "parameters of _apply_optimizer_in_backward()"
 CUDA, TWO = torch.device("cuda"), SimpleNamespace(size=lambda: 2)
 ON_CUDA = SimpleNamespace(process_group=TWO, replicas=TWO, device=CUDA)
@@ -83,13 +82,11 @@ def by_config(given: Given) -> None:
 
 
 def by_ddp(given: Given) -> None:
-    fusedcomm.attach(DistributedDataParallel(Mlp()), config_of(given) if "params" in given else UNSHARDED)
+    fusedcomm.attach(DistributedDataParallel(Mlp()), config_of(given))
 
 
 def by_replicas(given: Given) -> None:
-    if "params" in given:
-        fusedcomm.attach(replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,))), config_of(given))
-    sums_of(UNSHARDED, None, TWO)
+    fusedcomm.attach(replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (1,))), config_of(given))
 
 
 def by_own_all_gather(given: Given) -> None:
@@ -140,10 +137,10 @@ def by_data_parallel(given: Given) -> None:
 
 def by_sharded_optimizer(given: Given) -> None:
     with fusedcomm.Members() as members:
-        options = chosen(given, "find_unused_parameters") | ({"members": members} if "members" in given else {})
+        options = {"members": members} if "members" in given else {}
         reducer = reducer_of(Mlp(), config_of(given), **options)
         try:
-            fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, quiet=True, overlap=given.get("overlap"), lr=0.1)
+            fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, quiet=True, lr=0.1)
         finally:
             reducer.detach()
 
@@ -156,9 +153,7 @@ def by_local_steps(given: Given) -> None:
 
 WITHOUT_RANKS = {
     "Config": by_config,
-    "sums on two levels": lambda given: levels.find(
-        Config("int8", hosts=2, feedback=given["feedback"]), list("aabb"), 0, weighs=True
-    ),
+    "sums on two levels": lambda given: levels.find(Config("int8", **given | {"hosts": 2}), list("aabb"), 0),
     "simulate": lambda given: fusedcomm.simulate([torch.zeros(3)] * 2, config_of(given)),
     "CommState": lambda given: fusedcomm.CommState(config_of(given)),
 }

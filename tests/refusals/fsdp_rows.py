@@ -2,14 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from models import Gradients
 from refusals import differ, rows
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config, Feedback
@@ -39,7 +36,6 @@ def with_own_comm(*ranks):
     return wrong
 
 
-UNSHARDED = Config("int8", feedback=Feedback(unsharded=True))
 ON_ONE_RANK = [
     ("auto", "config='auto'"),
     (Config("int8", sum="one-shot"), "sum='one-shot'"),
@@ -57,12 +53,7 @@ MODELS = [
     (with_own_comm(1), f"DisagreementError: fusedcomm: rank 1 / ValueError ... {OWN}"),
     (lambda _: of_shards(Config("int8", hosts=5)), "ValueError: ... hosts=5 ranks on each host"),
     (lambda _: of_shards(8), "TypeError: ... config=8 is not possible: use a wire's name"),
-    (lambda _: of_shards(UNSHARDED, replicate), "ValueError ... Feedback(unsharded=True)"),
-    (lambda _: of_shards(Config("int8", feedback=Feedback())), "ValueError ... Feedback(unsharded=True)"),
-    (
-        lambda _: fusedcomm.attach(DistributedDataParallel(Gradients((2, 2))), UNSHARDED),
-        "ValueError ... Feedback(unsharded=True) does not go with gradients without shards",
-    ),
+    (lambda _: of_shards(Config("int8", feedback=Feedback())), "ValueError ... feedback=Feedback() ... leave it out"),
 ]
 TOLD = "DisagreementError: fusedcomm: rank 1"
 DIFFERENT = [

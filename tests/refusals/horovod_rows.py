@@ -10,7 +10,7 @@ from refusals import rows
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config
 from fusedcomm.horovod.world import world
 
 Call = Callable[[int], object]
@@ -223,8 +223,8 @@ COMPRESSIONS = [
 ]
 OF_CONFIGS = [
     (
-        lambda _: hvd.Compression.of(Config("int8", feedback=Feedback(unsharded=True))),
-        "Feedback(unsharded=True)",
+        lambda _: hvd.Compression.of(Config("int8", params="int8")),
+        "params='int8'",
     ),
     (lambda _: hvd.Compression.of(Config(weighted="mean")), "weighted='mean' ... or use fusedcomm.GradReducer"),
     (lambda _: hvd.Compression.of("int8"), "config='int8' is not possible: use a fusedcomm.Config"),

@@ -4,9 +4,9 @@ import copy
 import time
 
 import torch
-from counting import InItself, Later, Lazily, OfAllGradients
+from counting import OfAllGradients
 from models import reducer_of, refusal
-from owners import FP32, Branches, Net, Way, flat, loss_of, made, one_step, train, unequal, whole
+from owners import FP32, Branches, Net, flat, loss_of, made, one_step, unequal, whole
 from patience import patient
 from refusals import differ, rows
 from torch import nn
@@ -117,14 +117,6 @@ ARGUMENTS = [
     ),
     (lambda m: on(m, optimizer_class=OPTIM.Muon), "ValueError: ... 2D"),
     (
-        lambda m: on(m, optimizer_class=Lazily, overlap=True),
-        "ValueError: fusedcomm: Lazily.step() changes param_groups[0]['step'] ... leave out overlap=True",
-    ),
-    (
-        lambda m: on(m, optimizer_class=InItself, overlap=True),
-        "ValueError: fusedcomm: InItself.step() changes calls ... leave out overlap=True",
-    ),
-    (
         lambda m: on(m, optimizer_class=OfAllGradients),
         "ValueError: fusedcomm: OfAllGradients computes param_groups[0]['norm'] ... the gradients of all parameters",
     ),
@@ -149,7 +141,6 @@ def of_net(params=None, **kwargs):
 # Arguments on most ranks and on rank 1, and what is told.
 DIFFERENT = [
     ({"update": "bf16"}, {"update": "int8"}, "'bf16' on rank 0 ... 'int8' on rank 1"),
-    ({"overlap": True}, {"overlap": False}, "overlap ... True on rank 0 ... False on rank 1"),
     ({"whole": True}, {"whole": None}, "whole"),
     ({"optimizer_class": OPTIM.SGD}, {"optimizer_class": OPTIM.AdamW}, "'SGD' on rank 0 ... 'AdamW'"),
     ({"lr": 0.1}, {"betas": (0.9, 0.99)}, "arguments.lr is 0.1 on rank 0 and None on rank 1"),
@@ -173,12 +164,6 @@ def with_owners(do, *args, **kwargs):
             reducer.detach()
 
     return run
-
-
-def scaled(model, optimizer, rank):
-    scaler = optimizer.grad_scaler("cpu")
-    scaler.scale(loss_of(model, rank, 0)).backward()
-    scaler.step(optimizer)
 
 
 # ---- mistakes under way
@@ -231,15 +216,6 @@ def replace_gradient(model, optimizer):
     model.wide.weight.grad = model.wide.weight.grad.clone()
 
 
-def halve_rate(model, optimizer):
-    optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def write(model, optimizer):
-    for p in model.parameters():
-        p.data = p.data + 0.25
-
-
 def rank_1_sets(**values):
     def mistake(model, optimizer, rank):
         if rank == 1:
@@ -249,7 +225,7 @@ def rank_1_sets(**values):
     return mistake
 
 
-def mistaken(mistake, overlap, wrong_ranks, changes_parameters=True):
+def mistaken(mistake, wrong_ranks, changes_parameters=True):
     """What makes a mistake on these ranks after two steps, while the others go on."""
 
     def do(model, optimizer, rank):
@@ -268,65 +244,51 @@ def mistaken(mistake, overlap, wrong_ranks, changes_parameters=True):
             assert refusal(lambda: [one_step(model, optimizer, rank, step) for step in (20, 21)])
             raise
 
-    return with_owners(do, overlap=overlap, update="bf16")
+    return with_owners(do, update="bf16")
 
 
 CHANGED = "was changed or removed between backward() and step() ... optimizer.clip_grad_norm_() ... .grad_scaler()"
 REQUIRES = "RuntimeError ... requires_grad of"
-# What ranks do wrong, whether with overlap if only so, and the error of every rank.
+# What ranks do wrong, and the error of every rank.
 MISTAKES = [
-    (no_backward, None, "RuntimeError ... step() was called without a backward pass ... on every rank"),
-    (step_twice, None, "RuntimeError ... a second time ... on every rank"),
-    (no_step, None, "RuntimeError ... a second backward pass was synchronized before step() ... no_sync()"),
+    (no_backward, "RuntimeError ... step() was called without a backward pass ... on every rank"),
+    (step_twice, "RuntimeError ... a second time ... on every rank"),
+    (no_step, "RuntimeError ... a second backward pass was synchronized before step() ... no_sync()"),
     (
         between(lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)),
-        None,
         f"RuntimeError ... the gradient of ... {CHANGED}",
     ),
-    (between(halve_rate), True, "RuntimeError ... hyperparameters ... overlap=False"),
-    (frozen, None, f"{REQUIRES} wide.weight"),
-    (frozen_at_the_end, None, f"{REQUIRES} head.weight"),
-    (torchs_scaler, None, "RuntimeError ... torch.amp.GradScaler ... optimizer.grad_scaler()"),
-    (between(lambda _, optimizer: optimizer.zero_grad()), None, f"RuntimeError ... the gradient of ... {CHANGED}"),
-    (between(replace_gradient), None, f"RuntimeError ... the gradient of wide.weight ... {CHANGED}"),
+    (frozen, f"{REQUIRES} wide.weight"),
+    (frozen_at_the_end, f"{REQUIRES} head.weight"),
+    (torchs_scaler, "RuntimeError ... torch.amp.GradScaler ... optimizer.grad_scaler()"),
+    (between(lambda _, optimizer: optimizer.zero_grad()), f"RuntimeError ... the gradient of ... {CHANGED}"),
+    (between(replace_gradient), f"RuntimeError ... the gradient of wide.weight ... {CHANGED}"),
     (
         between(lambda model, _: model.wide.weight.grad.data.clamp_(-1e-4, 1e-4)),
-        None,
         f"RuntimeError ... the gradient of wide.weight ... {CHANGED}",
     ),
-    (
-        between(write),
-        True,
-        "RuntimeError ... were changed between backward() and step() ... parameters ... overlap=False",
-    ),
 ]
-NUM_ALSO_ALONE = 7
+NUM_ALSO_ALONE = 6
 """So many of them one rank makes alone, too: each of the ways in which the others hear of it. Most errors name it."""
 # What rank 1's first group has.
 HYPERPARAMETERS = [
-    ({"lr": 0.02}, True, "lr is 0.01 on rank 0 and 0.02 on rank 1"),
-    ({"lr": 0.02}, False, "lr is 0.01 on rank 0 and 0.02 on rank 1"),
-    ({"betas": (0.9, 0.98)}, False, "betas[1] is 0.999 on rank 0 and 0.98 on rank 1"),
-    ({"lr": torch.tensor(0.5)}, True, "lr is 0.01 on rank 0 and 0.5 on rank 1"),
+    ({"lr": 0.02}, "lr is 0.01 on rank 0 and 0.02 on rank 1"),
+    ({"betas": (0.9, 0.98)}, "betas[1] is 0.999 on rank 0 and 0.98 on rank 1"),
+    ({"lr": torch.tensor(0.5)}, "lr is 0.01 on rank 0 and 0.5 on rank 1"),
 ]
 WRONG = []
-for number, (mistake, only, text) in enumerate(MISTAKES):
-    overlap = bool(number % 2) if only is None else only
-    WRONG.append((mistaken(mistake, overlap, (0, 1, 2)), text))
+for number, (mistake, text) in enumerate(MISTAKES):
+    WRONG.append((mistaken(mistake, (0, 1, 2)), text))
     if number < NUM_ALSO_ALONE:
         told = text if mistake in (frozen, frozen_at_the_end) else f"{text} ... rank {number % 3}"
-        WRONG.append((mistaken(mistake, not overlap if only is None else only, (number % 3,)), told))
+        WRONG.append((mistaken(mistake, (number % 3,)), told))
 DIFFER = [
     (
-        mistaken(rank_1_sets(**values), overlap, (0, 1, 2), changes_parameters=False),
+        mistaken(rank_1_sets(**values), (0, 1, 2), changes_parameters=False),
         f"RuntimeError ... the ranks do not agree: param_groups[0].{text}. Each rank steps",
     )
-    for values, overlap, text in HYPERPARAMETERS
+    for values, text in HYPERPARAMETERS
 ]
-
-
-def counts_later(rank):
-    train(Way(kind=Later), rank, 2, 8, owners=True)
 
 
 def loads(change):
@@ -355,17 +317,15 @@ LOADS = [
         "ValueError: fusedcomm: ... exp_avg of embed.weight has the shape [3, 3] ... [33, 7]",
     ),
 ]
-LATER = [(counts_later, "RuntimeError ... Later.step() has changed calls ... overlap=False")]
 UNUSED = [
     (
         with_owners(lambda model, optimizer, rank: one_step(model, optimizer, rank, 0), model=Branches),
         "RuntimeError ... never. ... find_unused_parameters",
     )
 ]
-UNDER_WAY = [*UNUSED, (with_owners(scaled, overlap=True), "RuntimeError ... unscale_() ... overlap=False")]
 ROWS = [
     *rows("ShardedOptimizer", 2, [(lambda _, do=do: do(Net()), text) for do, text in ARGUMENTS]),
-    *rows("ShardedOptimizer", 2, UNDER_WAY + LATER + LOADS),
+    *rows("ShardedOptimizer", 2, UNUSED + LOADS),
     *rows("ShardedOptimizer", 3, UNUSED + WRONG),
     *rows("ShardedOptimizer", 3, DIFFER, is_same=True),
     *rows(

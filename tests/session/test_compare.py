@@ -1,9 +1,8 @@
 """Parameters that should be equal on all ranks: a rank whose parameters differ is found by name, and no other."""
 
-import shutil
 import warnings
 
-import fake_cuda
+import on_streams
 import pytest
 import torch
 from models import synchronized
@@ -115,10 +114,10 @@ FAULTS = {
 }
 
 
-def trained(rank, front_end, config, fault):
+def trained(rank, front_end, config, fault, device="cpu"):
     """Trains, with a fault before step FAULT on rank BAD. Returns the step that failed, its error, and warnings."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net().to(device)
     model.norm.weight.requires_grad_(False)
     forward, comm = synchronized(front_end.replace("owners", "reducer"), model, config, bucket_mib=0.01)
     if front_end == "owners":
@@ -132,7 +131,7 @@ def trained(rank, front_end, config, fault):
             found = fault(model, optimizer) if step == FAULT and rank == BAD else None
             optimizer.zero_grad()
             try:
-                forward(torch.randn(4, 7, generator=generator)).square().mean().backward()
+                forward(torch.randn(4, 7, generator=generator).to(device)).square().mean().backward()
             except RuntimeError as error:
                 return step, str(error), []
             if found != "skip":
@@ -182,20 +181,13 @@ def test_a_rank_that_has_run_out_of_data_is_no_alarm(ranks):
     ranks.run(joined, world_size=2)
 
 
-def by_streams(rank, world_size, library):
-    config = Config("int8", "two-shot", compare_every=EVERY, compare="raise")
-    with fake_cuda.gpu(library).takes_over(config):
-        return trained(rank, "hook", config, flip)
+def on_streams_of(rank, world_size):
+    return trained(rank, "hook", RAISES, skip, on_streams.DEVICE)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() or shutil.which("g++") is None,
-    reason="the fake CUDA driver needs g++ and a machine without a GPU",
-)
-def test_a_fault_is_found_on_the_simulated_device(ranks, library):
-    pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
-    for step, text, _ in ranks.run(by_streams, library, world_size=2):
-        assert step == 2 * EVERY and "wide.weight" in text
+def test_a_fault_is_found_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams):
+    for step, text, _ in ranks_on_streams.run(on_streams_of):
+        assert step == 2 * EVERY and "embed.weight" in text
 
 
 # ---- at once, and what is compared

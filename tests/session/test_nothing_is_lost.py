@@ -39,7 +39,7 @@ class Trained:
         self.forward, self.comm = synchronized(made_by, self.model, config, bucket_mib=0.02)
         self.parts = [self.model, self.comm]
         if front_end == "owners":
-            options = {"lr": 0.1, "update": "int8", "overlap": False, "quiet": True}
+            options = {"lr": 0.1, "update": "int8", "quiet": True}
             self.parts.append(fusedcomm.ShardedOptimizer(self.comm, torch.optim.SGD, **options))
         if front_end == "FSDP2":
             self.parts.append(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
@@ -117,7 +117,7 @@ CODES = {"1d": "int4"}
         ("CommState", Config("int4", wires=CODES, feedback=Feedback())),
         ("reducer", Config("int8", feedback=Feedback())),
         ("DataParallel", Config("int8", feedback=Feedback(), weighted="sum")),
-        ("owners", Config("int8", feedback=Feedback())),
+        ("owners", Config("int8")),
         pytest.param("FSDP2", Config("int8", params="int8", wires=CODES), marks=pytest.mark.check),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -252,20 +252,6 @@ class Ledger:
         self.config = dataclasses.replace(self.config, wire=other)
         self.make_anew(SMALL)
 
-    def move(self):
-        """Two of four ranks leave. A residual in a mean of four weighs half as much in a mean of two."""
-        if self.size != 4:
-            return
-        self.size = 2
-        if dist.get_rank() >= 2:
-            detach(self.comm)
-            self.comm = None
-            return
-        self.owed = [each / 2 for each in self.residuals()]
-        self.forward._update_process_group(self.groups[2])
-        if "CommState" in self.front_end:
-            self.comm.process_group = self.groups[2]
-
     def freeze(self):
         """Or thaw."""
         self.frozen = not self.frozen
@@ -291,9 +277,9 @@ PASSES = [("go_on",), ("add_up",), ("autocast",)]
 RELOADS = [("reload", mib, size, True) for mib in (SMALL, LARGE) for size in (2, 4)]
 RELOADS += [("make_anew", SMALL), ("make_anew", LARGE), ("change_wire",)]
 ACTIONS = {
-    "hook": [*PASSES, *RELOADS, ("move",), ("join",)],
-    "CommState": [*PASSES, *RELOADS, ("move",)],
-    "CommState without names": [*PASSES, ("move",)],
+    "hook": [*PASSES, *RELOADS, ("join",)],
+    "CommState": [*PASSES, *RELOADS],
+    "CommState without names": PASSES,
     "reducer": [*PASSES, *RELOADS, ("freeze",)],
 }
 EXACT = Config("bf16", "two-shot", feedback=Feedback())

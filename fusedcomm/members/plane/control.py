@@ -52,14 +52,10 @@ class ControlPlane:
         silence_s: float = 10.0,
         host: str | None = None,
     ) -> None:
-        if min_ranks < 1:
-            raise ValueError(f"fusedcomm: min_ranks={min_ranks} is not possible: use at least 1")
-        if silence_s <= 0:
-            raise ValueError(f"fusedcomm: silence_s={silence_s} is not possible: use seconds, more than 0")
         own = numeric_host(host)
         listening = listen(own)
         self._member = member = Member(uid, own, listening.getsockname()[1], info)
-        self._min_ranks, self._silence_s, self._job, self._is_closed = min_ranks, silence_s, job, False
+        self._job, self._is_closed = job, False
         self.hooks = Hooks()
         self.barrier = StepBarrier()
         self._thread = ControlThread(member, min_ranks, silence_s, listening, self.barrier, self.hooks)
@@ -102,10 +98,6 @@ class ControlPlane:
 
     def start(self, view: View) -> None:
         """The founders' view, the same on all."""
-        if self.member.uid not in view:
-            raise ValueError(f"fusedcomm: this process, {self.member.uid}, is not in the view that it starts with")
-        if len(view.members) < self._min_ranks:
-            raise ValueError(f"fusedcomm: {len(view.members)} members start, min_ranks={self._min_ranks}: start more")
         self.barrier.start(view)
         self._network.call_and_wait(lambda: self._thread.start(view))  # requests are possible from now on
 
