@@ -15,6 +15,7 @@ from models import Gradients, integers, mean_of_integers, refusal
 from sampling import few
 from scripts import ROOT
 
+import fusedcomm
 import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
 from fusedcomm.simulation import simulate
@@ -179,11 +180,11 @@ def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, nam
 # --- inference mode -------------------------------------------------------------------------------------------------
 
 
-def in_inference_mode(rank, world_size, name, consolidated):
+def in_inference_mode(rank, world_size, consolidated):
     """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
     found = []
     for mode in (False, True):
-        forward, comm = FRONT_ENDS[name].make(model(), Config("int4", feedback=Feedback()))
+        forward, comm = FRONT_ENDS["FSDP2, replicate"].make(model(), Config("int4", feedback=Feedback()))
         backward(forward, rank)
         with torch.inference_mode(mode):
             state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
@@ -200,20 +201,10 @@ def in_inference_mode(rank, world_size, name, consolidated):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("name", "consolidated"),
-    [
-        ("hook", False),
-        ("hook", True),
-        ("reducer", False),
-        ("DataParallel", True),
-        ("CommState", False),
-        ("FSDP2, replicate", False),
-        ("FSDP2, replicate", True),
-    ],
-)
-def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, name, consolidated):
-    ranks.run(in_inference_mode, name, consolidated, world_size=2)
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_fsdp2s_state_may_be_saved_and_loaded_in_inference_mode(ranks, consolidated):
+    """That of other front ends: tests/session/test_nothing_is_lost.py."""
+    ranks.run(in_inference_mode, consolidated, world_size=2)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -229,15 +220,23 @@ class Trainer:
 
 def copies(rank, world_size, name, config):
     """What copies of a handle say, and gradients of the original afterwards."""
-    trainer, said = Trainer(name, config), []
+    trainer, said, means = Trainer(name, config), [], [mean_of_integers(world_size, shape) for shape in SHAPES]
     backward(trainer.forward, rank)
     for other in (copy.deepcopy(trainer), read(file_of(trainer))):
         assert other.comm is other.forward.__dict__["comm"] is not trainer.comm
         for handle in (other.comm, copy.deepcopy(other.comm), copy.copy(other.comm)):
             said += [refusal(getattr(handle, method)) for method in ("stats", "plan", "state_dict", "__enter__")]
             handle.detach()
-        own = backward(other.forward, rank)
-        assert name != "reducer" or all(map(torch.equal, own, gradients(rank)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            own = backward(other.forward, rank)
+        num_warnings = sum("copy of one with fusedcomm" in str(each.message) for each in caught)
+        assert num_warnings == (name == "hook")  # the copy has DDP's own all-reduce, and may be attached
+        assert all(map(torch.equal, own, means if name == "hook" else gradients(rank)))
+        if name == "hook":
+            with fusedcomm.attach(other.forward, "bf16", quiet=True) as comm:
+                backward(other.forward, rank)
+                assert comm.stats().steps == 3
     return said, backward(trainer.forward, rank)
 
 

@@ -81,26 +81,33 @@ def test_a_report_that_cannot_be_made_or_shown_raises_nothing():
             log.report(lambda: "…")
 
 
+def attach_twice() -> str:
+    """What attaching prints, the second time quietly."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for quiet in (False, True):
+            ddp = DistributedDataParallel(Gradients((4000,)))
+            fusedcomm.attach(ddp, "bf16", quiet=quiet).detach()
+    return out.getvalue()
+
+
 def logged(rank, world_size):
-    """What attaching prints, and what a handler gets."""
+    """What attaching prints without a handler and with one, and what the handler gets."""
     os.environ.pop("FUSEDCOMM_QUIET", None)
-    kept, out = Kept(), io.StringIO()
-    log.LOGGER.addHandler(kept)
-    log.LOGGER.setLevel(logging.DEBUG)
+    kept = Kept()
     try:
-        with contextlib.redirect_stdout(out):
-            for quiet in (False, True):
-                ddp = DistributedDataParallel(Gradients((4000,)))
-                fusedcomm.attach(ddp, "bf16", quiet=quiet).detach()
+        printed = attach_twice()
+        log.LOGGER.addHandler(kept)
+        log.LOGGER.setLevel(logging.DEBUG)
+        return kept.records, printed, attach_twice()
     finally:
         log.LOGGER.removeHandler(kept)
         log.LOGGER.setLevel(logging.NOTSET)
         os.environ["FUSEDCOMM_QUIET"] = "1"
-    return kept.records, out.getvalue()
 
 
-def test_rank_0_logs_its_plan_at_attach(ranks):
-    (first, printed), (second, _) = ranks.run(logged, world_size=2)
+def test_rank_0_prints_its_plan_once_at_attach_or_logs_it(ranks):
+    (first, printed, beside), (second, *nothing) = ranks.run(logged, world_size=2)
+    assert printed.count("fusedcomm: wire bf16") == 1 and "each rank sends" in printed
     assert [(name, level) for name, level, _ in first] == [("fusedcomm", "INFO"), ("fusedcomm", "DEBUG")]
     assert all(text.startswith("fusedcomm: wire bf16") for _, _, text in first)
-    assert second == [] and printed == ""
+    assert second == [] and [beside, *nothing] == [""] * 3

@@ -1,9 +1,7 @@
 """``fusedcomm.attach`` and its handle."""
 
-import contextlib
 import copy
 import gc
-import io
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import threading
 import pytest
 import torch
 from models import Gradients, error_of, integers, mean_of_integers, synchronize, threads_of_engine
-from patience import HANG_S
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -129,30 +126,6 @@ def test_a_detached_handle_does_not_read_as_if_it_were_attached_and_ddp_may_be_a
         assert detached.buckets[0].sum == "exact" and "weights.1" in table[1]
         assert all("this handle is detached" in text and "call fusedcomm.attach again" in text for text in errors)
         assert all(torch.equal(mean, mean_of_integers(2, mean.shape)) for mean in seen) and buckets == 1
-
-
-class Unencodable(io.StringIO):
-    def write(self, text):
-        raise UnicodeEncodeError("ascii", text, 0, 1, "ordinal not in range(128)")
-
-
-def printed(rank, world_size, out, quiet):
-    os.environ.pop("FUSEDCOMM_QUIET", None)
-    try:
-        ddp = DistributedDataParallel(Gradients((4000,), (40, 400)))
-        with contextlib.redirect_stdout(out()) as printed:
-            comm = fusedcomm.attach(ddp, "bf16", quiet=quiet)
-    finally:
-        os.environ["FUSEDCOMM_QUIET"] = "1"
-    synchronize(ddp, [torch.ones(4000), torch.ones(40, 400)])
-    return printed.getvalue(), comm.stats().steps
-
-
-def test_rank_0_prints_the_plan_once_if_it_can_be_printed(ranks):
-    (first, _), (second, _) = ranks.run(printed, io.StringIO, False, world_size=2)
-    assert first.count("fusedcomm: wire bf16") == 1 and "each rank sends" in first and second == ""
-    assert ranks.run(printed, io.StringIO, True, world_size=2) == [("", 1)] * 2
-    assert ranks.run(printed, Unencodable, False, world_size=2) == [("", 1)] * 2
 
 
 # --- no allocation in a steady state --------------------------------------------------------------------------------
@@ -300,16 +273,3 @@ print("trained")
 def test_ranks_that_forget_to_detach_end_well_while_threads_are_late(tmp_path, wire):
     for printed in printed_by_two_ranks(FORGETTING_SCRIPT, tmp_path, wire):
         assert printed == "trained\n"
-
-
-def test_without_the_extension_the_error_says_how_to_build_it():
-    code = (
-        "import sys; sys.modules['fusedcomm._C'] = None\n"
-        "import fusedcomm\n"
-        "try:\n    fusedcomm.attach\nexcept ImportError as error:\n    print(error)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
-    )
-    assert "make build" in done.stdout and "pip install --no-build-isolation" in done.stdout

@@ -1,7 +1,6 @@
 """DDP's contract with a communication hook, one test for each clause. That gradients are DDP's is in
 tests/test_like_ddp.py."""
 
-import copy
 import inspect
 import types
 import warnings
@@ -9,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import file_of, read
 from models import (
     Gradients,
     Mlp,
@@ -81,33 +79,6 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
         refuse_sparse(ddp, torch.device("cuda"))
     ddp.parameters_to_ignore.add("1.weight")
     refuse_sparse(ddp, torch.device("cuda"))
-
-
-def copies(rank, world_size):
-    ddp = DistributedDataParallel(Gradients((5000,)))
-    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
-    results = []
-    for other in (copy.deepcopy(ddp), read(file_of(ddp))):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            gradient = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
-            (exact,) = synchronize(other, [gradient], steps=2)
-        messages = [str(w.message) for w in caught if "copy of one with fusedcomm" in str(w.message)]
-        comm = fusedcomm.attach(other, Config("int8", wires={"1d": "int8"}))
-        (lossy,) = synchronize(other, [gradient])
-        results.append((len(messages), exact, torch.equal(exact, lossy), comm.stats().buckets))
-    # The original is still attached.
-    synchronize(ddp, [gradient])
-    return results
-
-
-def test_copies_lose_the_hook_say_so_once_and_can_be_attached(ranks):
-    gradients = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    for results in ranks.run(copies, world_size=2):
-        for num_warnings, exact, is_equal, num_buckets in results:
-            assert num_warnings == 1
-            assert torch.equal(exact, gradients[0] * 0.5 + gradients[1] * 0.5)
-            assert not is_equal and num_buckets == 1
 
 
 # --- bucket identity ------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.config import Config, Feedback
 from fusedcomm.session.state_dict import KEYS
-from fusedcomm.tools import cli
 
 SHAPE = (60, 90)
 
@@ -91,9 +90,3 @@ def test_a_state_goes_through_it_unchanged(ranks):
         assert kept == {**state, "error_feedback": False}
         assert consolidated == {**kept, "rank": None, "world_size": None}
         assert (restored["step"], restored["nonfinite"]) == (3, {"weights.0": 5})
-
-
-def test_the_probe_says_that_it_always_compares_it(capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        cli.main(["probe", "--wires", "int8", "off"])
-    assert "--wires: off is DDP's own all-reduce, which is always compared: leave it out" in capsys.readouterr().err

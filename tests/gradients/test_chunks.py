@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from models import refused
+from models import Gradients, refusal
+from torch.nn.parallel import DistributedDataParallel
 
+import fusedcomm
 from fusedcomm import chunks, memory
 from fusedcomm.config import Chunks, Config, TwoLevels
 from fusedcomm.native import _C
@@ -21,11 +23,9 @@ CASES = [
     (TWO_SHOT, 4, MBIT / 100, 256 * KIB, 16),  # at least 256 KiB with more than two ranks
     (TWO_SHOT, 2, GBIT, 256 * KIB, 16),  # a collective sends half of a chunk, at most the 250 kB that take 2 ms
     (TWO_SHOT, 2, GBIT / 2, 512 * KIB, 8),
-    (TWO_SHOT, 4, GBIT / 2, 512 * KIB, 8),
     (TWO_SHOT, 2, GBIT / 10, 2 * MIB, 4),  # at most 1 MiB for each rank
     (TWO_SHOT, 4, 0.7 * GBIT, 512 * KIB, 8),  # the usual timing of 4 hosts with 1 Gbit/s
     (TWO_SHOT, 4, 1.3 * GBIT, 256 * KIB, 16),  # … and a chance one
-    (TWO_SHOT, 8, GBIT / 100, 8 * MIB, 4),
     (TWO_SHOT, 64, GBIT / 100, 8 * MIB, 4),
     (TWO_SHOT, 64, MBIT / 100, 2 * MIB, 4),
     (TWO_SHOT, 1, None, 128 * KIB, 16),
@@ -39,12 +39,9 @@ CASES = [
     (ONE_SHOT, 5, GBIT, 64 * KIB, 16),
     ({"wire": "int8"}, 2, MBIT / 100, 128 * KIB, 16),
     # Chunks are larger where two ranks need one all-reduce.
-    (DIRECT, 2, GBIT, MIB, 4),
     (DIRECT, 2, GBIT / 2, 2 * MIB, 4),
     (DIRECT, 2, MBIT / 100, MIB, 4),
     (DIRECT, 3, GBIT, 256 * KIB, 16),
-    ({**DIRECT, "wire": "fp16"}, 2, GBIT, MIB, 4),
-    ({**BF16, "sum": "two-shot"}, 2, GBIT, 256 * KIB, 16),
     (BF16, 2, GBIT, 256 * KIB, 16),
     (BF16, 3, GBIT, 512 * KIB, 8),  # a two-shot's time is 1.5 times as long
 ]
@@ -125,7 +122,7 @@ def test_chunks_that_do_not_fit_into_the_machines_memory_are_refused(ranks, sum)
 def attached_with_memory(rank, world_size, config, has_nbytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "total_nbytes", lambda: has_nbytes)
-        return refused(rank, world_size, {"config": config, "quiet": True})
+        return refusal(fusedcomm.attach, DistributedDataParallel(Gradients((50, 2))), config, quiet=True)
 
 
 def test_memory_that_cannot_be_allocated_is_an_error_about_chunks():

@@ -62,11 +62,6 @@ def synchronized(
     return FRONT_ENDS[front_end].make(model, config, **options)
 
 
-def no_sync_of(forward: nn.Module, comm: object) -> Callable:
-    """The no_sync() of what `synchronized` returns."""
-    return forward.no_sync if hasattr(forward, "no_sync") else comm.no_sync
-
-
 def attach_to(
     model: nn.Module,
     wire: str = "int4",
@@ -80,16 +75,6 @@ def attach_to(
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
     config = Config(wire, wires={**(wires or {}), "1d": wire}, **kwargs)
     return ddp, fusedcomm.attach(ddp, config, local=local, quiet=True)
-
-
-def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
-    """The error of an attach with `kwargs`; "accepted" if it succeeds."""
-    ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
-    try:
-        fusedcomm.attach(ddp, **kwargs)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "accepted"
 
 
 def error_of(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable, *args, **kwargs) -> str:
@@ -182,17 +167,6 @@ def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 KINDS = {"fp32": "exact", "bf16": "16 bits", "fp16": "16 bits"}
-
-
-def by_kind(wire: str, **others: object) -> dict[str, object]:
-    """For `pytest.mark.sampled(by=by_kind)`: one wire of each kind runs, and every value of the other parameters."""
-    return {"kind": KINDS.get(wire, "codes"), **others}
-
-
-def constant(value: float, wire: str) -> object:
-    """What a mean of equal values must equal. It is exact in every wire dtype except int4, whose scale is
-    rounded to bf16 twice."""
-    return pytest.approx(value, rel=2.0**-8 if wire == "int4" else 0)
 
 
 class Mlp(nn.Module):

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from models import no_sync_of, synchronized
+from models import synchronized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,7 +45,7 @@ def wrapped(front, module, config):
         ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKETS, static_graph=True)
         return ddp, fusedcomm.attach(ddp, config, quiet=True), ddp.no_sync
     forward, comm = synchronized(name, module, config, BUCKETS, find_unused=option == "unused")
-    return forward, comm, no_sync_of(forward, comm)
+    return forward, comm, (forward if hasattr(forward, "no_sync") else comm).no_sync
 
 
 def gradients_of(module):

@@ -31,31 +31,6 @@ def attached_with(rank, world_size, of_ranks):
     return "attached"
 
 
-@pytest.mark.parametrize(
-    ("of_ranks", "words"),
-    [
-        # A wire has its own default block, its own exempt parameters and its own wire within a host.
-        ((Config("int4"), Config("bf16")), "wire is 'int4' on rank 0 and 'bf16' on rank 1"),
-        ((Config("int8"), Config("int4")), "wire is 'int8' on rank 0 and 'int4' on rank 1"),
-        ((Config("fp32", hosts=2), Config("bf16", hosts=2)), "wire is 'fp32' on rank 0 and 'bf16' on rank 1"),
-        (("auto", Config("int8")), "wire is 'auto' on rank 0 and 'int8' on rank 1"),
-        ((Config("bf16"), "auto"), "wire is 'bf16' on rank 0 and 'auto' on rank 1"),
-        (
-            (Config("int8"), Config("int8", wires={"weights.1": "fp32"})),
-            "config.wires is [] on rank 0 and [['weights.1', 'fp32']] on rank 1",
-        ),
-        (
-            (Config(hosts=[[0, 1]]), Config(hosts=[[0], [1]])),
-            "config.hosts.groups is [[0, 1]] on rank 0 and [[0], [1]] on rank 1",
-        ),
-    ],
-    ids=str,
-)
-def test_ranks_with_different_wires_are_told_so(ranks, of_ranks, words):
-    for error in ranks.run(attached_with, of_ranks, world_size=2):
-        assert f"the ranks do not agree: {words}. Give every rank" in error
-
-
 class Renamed(Gradients):
     """Gradients whose parameters have other names."""
 

@@ -1,13 +1,11 @@
-"""The methods of a GradReducer, its life, and several of them."""
+"""The life of a GradReducer, and several of them."""
 
 import gc
-import json
 import weakref
 
 import torch
-from models import Gradients, Mlp, error_of, integers, mean_of_integers, reducer_of, synchronize, threads_of_engine
+from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronize, threads_of_engine
 
-from fusedcomm.config import Config, Feedback
 from fusedcomm.reducer.reducer import _of_modules
 
 
@@ -15,33 +13,6 @@ def threads_of_earlier_tests() -> int:
     """Of engines that nothing but a hook of theirs refers to, which Python cannot see."""
     gc.collect()
     return threads_of_engine()
-
-
-def handle(rank, world_size, path):
-    model = Mlp()
-    config = Config("int8", "two-shot", wires={"1d": "int8"}, feedback=Feedback())
-    before = threads_of_earlier_tests()
-    reducer = reducer_of(model, config)
-    predicted = str(reducer.plan())
-    with reducer.trace(path):
-        for _ in range(4):
-            model(torch.full((8, 10), float(rank))).sum().backward()
-    found = predicted, str(reducer.plan()), reducer.stats(), reducer.state_dict(consolidated=True)
-    reducer.detach()
-    refused = [reducer.plan, lambda: reducer.load_state_dict(found[-1]), lambda: reducer.trace("x")]
-    return *found, threads_of_engine() - before, [error_of(RuntimeError, call) for call in refused]
-
-
-def test_the_handle_has_the_hooks_methods_until_it_is_detached(ranks, tmp_path):
-    path = tmp_path / "trace.json"
-    for predicted, plan, stats, state, threads, refused in ranks.run(handle, str(path), world_size=2):
-        assert "buckets as they are expected" in predicted and "buckets as they are" not in plan
-        assert "layers.0.weight" in plan and "int8" in plan
-        assert stats.steps == 4 and stats.buckets == 4
-        assert state["step"] == 4 and len(state["residuals"]) == 8 and threads == 0
-        assert all("this GradReducer is detached" in text for text in refused)
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert any("bucket 0" in name for name in names), names
 
 
 def lives(rank, world_size):

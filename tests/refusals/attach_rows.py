@@ -149,8 +149,14 @@ REVERSED = dict(reversed(WIRES.items()))
 CONFIGS = [
     *(
         (one, other, f"wire is {other!r} on rank 0 and {one!r} on rank 1")
-        for other, one in (("off", "bf16"), ("bf16", "off"), ("auto", "off"))
+        for other, one in (("off", "bf16"), ("bf16", "off"), ("auto", "off"), ("auto", "int8"), ("bf16", "auto"))
     ),
+    # A wire has its own default block, its own exempt parameters and its own wire within a host.
+    *(
+        (Config(one, hosts=hosts), Config(other, hosts=hosts), f"wire is {other!r} on rank 0 and {one!r} on rank 1")
+        for other, one, hosts in (("int4", "bf16", "auto"), ("int8", "int4", "auto"), ("fp32", "bf16", 3))
+    ),
+    (Config(hosts=[[0], [1], [2]]), Config(hosts=[[0, 1, 2]]), "config.hosts.groups is [[0, 1, 2]] on rank 0"),
     (
         Config("int4", wires={**REVERSED, "1d": "int4"}),
         Config("int4", wires={**WIRES, "1d": "int4"}),

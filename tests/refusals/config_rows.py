@@ -1,8 +1,6 @@
 """What a configuration refuses when it is made: values out of range, and pairs of values that exclude each other. An
 error names both values of a pair."""
 
-import dataclasses
-
 from refusals import rows
 from torch import nn
 
@@ -38,18 +36,16 @@ OUT_OF_RANGE = [
     (lambda _: Chunks(2**62), f"Chunks(nbytes)={2**62} ... from 4096 to 1073741824"),
     (lambda _: Chunks(in_flight=0), "Chunks(in_flight)=0 ... 1 to 64"),
     (lambda _: Chunks(in_flight=65), "Chunks(in_flight)=65 ... 1 to 64"),
-    (lambda _: LocalOptions(stall_after=-1), "stall_after=-1 ... a number of seconds from 0.1 to 1e9"),
+    *(
+        (lambda _, given=given: LocalOptions(stall_after=given), "stall_after= ... a number of seconds from 0.1 to 1e9")
+        for given in (-1, 0.099, True, "60", float("nan"), 10**400)
+    ),
     (lambda _: LocalOptions(codec_threads=0), "codec_threads=0 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=2.0), "codec_threads=2.0 ... whole number"),
 ]
 PAIRS = [
     (lambda _: Config("int8", wires={"a.*": "off"}), "wires['a.*']='off' ... 'fp32'"),
-    (lambda _: fusedcomm.CommState("auto"), "config='auto' does not go with CommState"),
-    (
-        lambda _: dataclasses.replace(Config("bf16", "direct"), wire="int8"),
-        "sum='direct' does not go with wire='int8'",
-    ),
     (lambda _: Config("fp32", weighted="median"), "weighted"),
 ]
 MODEL = nn.ModuleDict({"norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)})

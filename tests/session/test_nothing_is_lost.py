@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from checkpoints import file_of, read
 from front_ends import adding_up
-from models import Gradients, integers, no_sync_of, normal, synchronized
+from models import Gradients, integers, normal, synchronized
 from sampling import few, for_all_lists
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config, Feedback, TwoLevels
 
 NUM_EXAMPLES = few([3, 60], 3)
 
@@ -190,7 +190,7 @@ class Ledger:
         self.forward.zero_grad()
         before = [torch.zeros(())] * len(SHAPES)
         if adds_up:
-            with no_sync_of(self.forward, self.comm)():
+            with adding_up(self.forward, self.comm):
                 before = self.backward()
         given = [a + b for a, b in zip(before, self.backward(), strict=True)]
         got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.model.weights]
@@ -285,13 +285,23 @@ ACTIONS = {
 EXACT = Config("bf16", "two-shot", feedback=Feedback())
 CODED = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
 SEVERAL = Config("int4", "two-shot", wires={"weights.2": "int8", "weights.3": "bf16"}, feedback=Feedback())
-CONFIGS = [*((front_end, EXACT) for front_end in ACTIONS), ("hook", CODED), ("reducer", SEVERAL)]
+BY_HOST = dataclasses.replace(CODED, hosts=TwoLevels([[0, 1], [2, 3]], "fp32"))
+
+
+def short(value: object) -> str:
+    """In a test's id: a configuration's wire, and the number of actions."""
+    return f"{len(value)} actions" if isinstance(value, list) else getattr(value, "wire", value)
+
+
+CASES = [(front_end, EXACT, actions) for front_end, actions in ACTIONS.items()]
+CASES += [("hook", CODED, ACTIONS["hook"]), ("reducer", SEVERAL, ACTIONS["reducer"])]
+CASES.append(("hook", BY_HOST, [*PASSES, *(reload for reload in RELOADS if 2 not in reload)]))
 
 
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
-@pytest.mark.parametrize(("front_end", "config"), CONFIGS, ids=lambda value: getattr(value, "wire", value))
-def test_what_was_not_delivered_is_in_the_residuals(ranks, front_end, config, num_examples):
-    def law(actions):
-        assert ranks.run(kept, front_end, config, actions, world_size=4) == [[]] * 4
+@pytest.mark.parametrize(("front_end", "config", "actions"), CASES, ids=short)
+def test_what_was_not_delivered_is_in_the_residuals(ranks, front_end, config, actions, num_examples):
+    def law(drawn):
+        assert ranks.run(kept, front_end, config, drawn, world_size=4) == [[]] * 4
 
-    for_all_lists(ACTIONS[front_end], num_examples, law)
+    for_all_lists(actions, num_examples, law)

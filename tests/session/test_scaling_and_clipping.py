@@ -6,29 +6,12 @@ import math
 
 import pytest
 import torch
-from models import Gradients, integers, no_sync_of, synchronized
-from torch.distributed.tensor import DTensor
+from front_ends import adding_up
+from models import Gradients, integers, synchronized, whole
 
 from fusedcomm.config import Config
 
 FRONT_ENDS = ("hook", "hook with views", "reducer", "DataParallel", "FSDP2")
-
-
-def whole(tensor):
-    """A copy of all of it, on every rank."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-@contextlib.contextmanager
-def adding_up(forward, comm):
-    """Context of a pass that only adds up gradients."""
-    if not hasattr(forward, "set_requires_gradient_sync"):
-        with no_sync_of(forward, comm)():
-            yield
-        return
-    forward.set_requires_gradient_sync(False)
-    yield
-    forward.set_requires_gradient_sync(True)
 
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")

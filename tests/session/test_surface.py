@@ -38,6 +38,8 @@ def shown(rank, world_size):
             raise ZeroDivisionError
         assert repr(handle) == f"<fusedcomm.{kind}: detached>" and not handle.is_attached
         assert "is detached, so a block cannot detach it" in refusal(handle.__enter__)
+        assert "is detached" in refusal(handle.trace, "trace.json")
+        assert kind != "GradReducer" or "is detached" in refusal(handle.plan)
     with pytest.raises(AttributeError, match="did you mean 'process_group'"):
         fusedcomm.CommState().proces_group = None
 

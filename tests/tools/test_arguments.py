@@ -33,7 +33,10 @@ WRONG: dict[str, dict[str, Rows]] = {
         "--backward-ms": [(value, (), LEAST) for value in ("-1", "nan", "inf", "many", "")],
         "--seconds": [("1", (), "use a number of at least 5")],
         "--caps": [("0", (), ABOVE)],
-        "--wires": [("int3", (), "'int3' is no wire: use some of fp32 bf16")],
+        "--wires": [
+            ("int3", (), "'int3' is no wire: use some of fp32 bf16"),
+            ("off", (), "--wires: off is DDP's own all-reduce, which is always compared: leave it out"),
+        ],
         "--accept": [
             ("int3", (), "'int3' is no wire"),
             ("int8", ("--wires", "bf16"), "it is not among --wires bf16; add it to --wires"),

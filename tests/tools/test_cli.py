@@ -55,6 +55,7 @@ def test_without_the_extension_a_command_says_how_to_build_it():
     hide = "import sys; sys.modules['fusedcomm._C'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
     done = python("-c", hide, "probe")
     assert done.returncode == 1 and "make build" in done.stderr
+    assert "pip install --no-build-isolation" in done.stderr
 
 
 @pytest.mark.parametrize(

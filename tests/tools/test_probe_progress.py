@@ -59,16 +59,3 @@ def test_starting_counts_and_a_long_one_is_said_before_measuring(clock, monkeypa
     settings, began = run.Settings(seconds=20.0), clock.now_s - start_s
     found = run.probe(settings, None, torch.device("cpu"), shows_progress=True, began=began)
     assert found.seconds == {"start": start_s, "all": start_s + 10.0}
-
-
-# ---- progress
-
-
-def test_each_stage_is_a_line(capsys, clock):
-    shown = Progress(0.0, 60.0, shown=True)
-    for stage in STAGES:
-        shown.begin(stage)
-        clock.now_s += 10
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "about 60 s: starting took 0 s, measuring takes 60 s"
-    assert lines == [f"{10 * index:4.0f} of 60 s: {name}" for index, name in enumerate(STAGES.values())]
