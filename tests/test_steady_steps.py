@@ -15,7 +15,7 @@ from sampling import few
 
 import fusedcomm
 import fusedcomm.horovod as hvd
-from fusedcomm.config import Config, Feedback
+from fusedcomm.config import Config
 from fusedcomm.devices import cuda
 
 SHAPES = ((96, 64), (64,))
@@ -55,7 +55,7 @@ STEPPING = {
     **{name: (reduced, name, config) for name, config in on_streams.CONFIGS.items()},
     "GradReducer": (reduced, "reducer", Config("int8", weighted="mean")),
     "ShardedOptimizer": (with_owners, "", Config("int8", sum="two-shot")),
-    "LocalSteps": (with_merges, "", Config("int4", sum="two-shot", feedback=Feedback(), chunks=on_streams.CHUNKS)),
+    "LocalSteps": (with_merges, "", Config("int4", sum="two-shot", chunks=on_streams.CHUNKS)),
     "Horovod": (with_horovods_optimizer, "", None),
 }
 

@@ -69,14 +69,14 @@ std::shared_ptr<Order> make_order(int rank, int size, std::vector<std::vector<in
 void bind_horovod(pybind11::module_& m) {
   using horovod::Operation;
   py::class_<Operation, std::shared_ptr<Operation>>(m, "AgreedOperation")
-      .def(py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool repeats,
-                       bool may_lack_joined, bool is_join, int op) {
-             return std::make_shared<Operation>(Operation{std::move(key), std::move(signature), std::move(fuses),
-                                                          nbytes, repeats, may_lack_joined, is_join,
-                                                          static_cast<horovod::Op>(op)});
-           }),
-           py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"), py::arg("repeats"),
-           py::arg("may_lack_joined"), py::arg("is_join"), py::arg("op"));
+      .def(
+          py::init([](std::string key, std::string signature, std::string fuses, int64_t nbytes, bool may_lack_joined,
+                      bool is_join, int op) {
+            return std::make_shared<Operation>(Operation{std::move(key), std::move(signature), std::move(fuses), nbytes,
+                                                         may_lack_joined, is_join, static_cast<horovod::Op>(op)});
+          }),
+          py::kw_only(), py::arg("key"), py::arg("signature"), py::arg("fuses"), py::arg("nbytes"),
+          py::arg("may_lack_joined"), py::arg("is_join"), py::arg("op"));
   // part: contiguous, on the CPU; gets the sum if every member sends one.
   py::class_<Order::Request, Order::RequestPtr>(m, "OrderedRequest")
       .def(py::init([](int set, std::shared_ptr<Operation> operation, std::vector<int64_t> rows, std::string problem,

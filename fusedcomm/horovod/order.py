@@ -271,7 +271,6 @@ def _operation(signature: Signature) -> "_C.AgreedOperation":
         signature=json.dumps(signature),
         fuses="" if fuses is None else json.dumps(fuses),
         nbytes=signature.nbytes(),
-        repeats=not signature.name.startswith(NO_NAME),
         may_lack_joined=signature.kind == "allreduce",
         is_join=signature.kind == "join",
         op=signature.op,

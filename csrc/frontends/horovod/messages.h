@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -23,7 +22,6 @@ struct Operation {
   std::string signature;  // all that must be the same on every rank: a text of the caller's
   std::string fuses;      // operations with the same text may share a bucket; empty: none
   int64_t nbytes = 0;
-  bool repeats = true;           // whether it is worth a number, by which it travels the next time
   bool may_lack_joined = false;  // whether it takes place although some ranks have joined
   bool is_join = false;
   Op op = Op::kSum;  // of a small sum
@@ -59,44 +57,14 @@ enum class MessageType : uint8_t {
   kEnd,
 };
 
-// The operations of a process set that have gone one way, in messages that arrive in their order. Each end keeps its
-// own: the second time, an operation travels as its number.
-class Known {
- public:
-  static constexpr uint32_t kNoNumber = UINT32_MAX;
-
-  // At the end that writes.
-  uint32_t number_of(const Operation& operation) {
-    if (const auto found = numbers_.find(operation.signature); found != numbers_.end()) return found->second;
-    if (!operation.repeats || numbers_.size() == kMax) return kNoNumber;
-    const auto next = static_cast<uint32_t>(numbers_.size());
-    return numbers_[operation.signature] = next;
-  }
-  // At the end that reads. Null: the operation itself follows.
-  OperationPtr operation(uint32_t number) const {
-    return number < operations_.size() ? operations_[number] : OperationPtr();
-  }
-  void add(OperationPtr operation) { operations_.push_back(std::move(operation)); }
-  size_t size() const { return numbers_.size(); }
-
- private:
-  // Operations beyond these get no number, so that a script that makes up a name for each call does not fill the
-  // memory.
-  static constexpr size_t kMax = 1 << 16;
-  std::unordered_map<std::string, uint32_t> numbers_;  // by signature
-  std::vector<OperationPtr> operations_;               // by number
-};
-
 // A message that is written, or read, in the same order. Numbers are as they lie in memory, texts, lists and tensors
 // with their length before them. Throws std::runtime_error if there is less to read.
 class Message {
  public:
-  // To be written. known: of each set.
-  Message(MessageType type, int set, std::vector<Known>& known) : is_read_(false) { begin(type, set, known); }
+  // To be written.
+  Message(MessageType type, int set) : is_read_(false), type_(type), set_(set) { (*this)(type_), (*this)(set_); }
   // To be read.
-  Message(std::string bytes, std::vector<Known>& known) : is_read_(true), bytes_(std::move(bytes)) {
-    begin(MessageType(), 0, known);
-  }
+  explicit Message(std::string bytes) : is_read_(true), bytes_(std::move(bytes)) { (*this)(type_), (*this)(set_); }
 
   MessageType type() const { return type_; }
   int set() const { return set_; }
@@ -132,17 +100,10 @@ class Message {
     move(tensor.data_ptr(), tensor.nbytes());
   }
   void operator()(OperationPtr& operation) {
-    const size_t num_known = known_->size();
-    uint32_t number = is_read_ ? 0 : known_->number_of(*operation);
-    (*this)(number);
-    if (is_read_) operation = known_->operation(number);
-    if (is_read_ ? operation != nullptr : number < num_known) return;
     Operation of = is_read_ ? Operation() : *operation;
     (*this)(of.key), (*this)(of.signature), (*this)(of.fuses), (*this)(of.nbytes);
-    (*this)(of.repeats), (*this)(of.may_lack_joined), (*this)(of.is_join), (*this)(of.op);
-    if (!is_read_) return;
-    operation = std::make_shared<const Operation>(std::move(of));
-    if (number != Known::kNoNumber) known_->add(operation);
+    (*this)(of.may_lack_joined), (*this)(of.is_join), (*this)(of.op);
+    if (is_read_) operation = std::make_shared<const Operation>(std::move(of));
   }
   void operator()(Entry& entry) {
     (*this)(entry.operation), (*this)(entry.rows), (*this)(entry.problem), (*this)(entry.part);
@@ -153,11 +114,6 @@ class Message {
   }
 
  private:
-  void begin(MessageType type, int set, std::vector<Known>& known) {
-    type_ = type, set_ = set;
-    (*this)(type_), (*this)(set_);
-    known_ = &known.at(static_cast<size_t>(set_));
-  }
   uint32_t length(size_t written) {
     auto found = static_cast<uint32_t>(written);
     (*this)(found);
@@ -178,7 +134,6 @@ class Message {
   size_t at_ = 0;
   MessageType type_{};
   int set_ = 0;
-  Known* known_ = nullptr;
 };
 
 }  // namespace fusedcomm::horovod

@@ -28,7 +28,7 @@ constexpr int kTag = 1;
 
 Order::Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch,
              Negotiator::Say say)
-    : options_(options), control_(std::move(control)), start_(std::move(start)), known_(options.sets.size()) {
+    : options_(options), control_(std::move(control)), start_(std::move(start)) {
   if (options_.rank == 0) {
     negotiator_ = std::make_unique<Negotiator>(options_.size, options_.sets, options_.negotiator, std::move(mismatch),
                                                std::move(say));
@@ -161,7 +161,7 @@ void Order::flush() {
     for (const RequestPtr& request : std::exchange(queue_, {})) by_set[request->set].push_back(request->entry);
   }
   for (auto& [set, entries] : by_set) {
-    Message out(MessageType::kReady, set, known_);
+    Message out(MessageType::kReady, set);
     out(entries);
     send(0, out);
   }
@@ -203,7 +203,7 @@ void Order::guard(const std::string& what, Function function) {
 
 c10::intrusive_ptr<c10d::Work> Order::send(int peer, MessageType type, std::string text) {
   std::lock_guard<std::recursive_mutex> lock(send_mutex_);
-  Message out(type, 0, known_);
+  Message out(type, 0);
   out(text);
   return send(peer, out);
 }
@@ -237,7 +237,6 @@ void Order::receive(int peer) {
   };
   try {
     auto receiving = begin(0);
-    std::vector<Known> known(options_.sets.size());
     std::string data;
     int64_t nbytes = 0;
     for (int turn = 0;; turn = 1 - turn) {
@@ -250,7 +249,7 @@ void Order::receive(int peer) {
       if (static_cast<int64_t>(data.size()) < nbytes) continue;
       bool is_last = false;
       guard("a message of rank " + std::to_string(peer),
-            [&] { is_last = handle(peer, Message(data.substr(sizeof nbytes), known)); });
+            [&] { is_last = handle(peer, Message(data.substr(sizeof nbytes))); });
       if (is_last) return;
       data.clear();
     }
@@ -291,7 +290,7 @@ void Order::emit() {
   for (int set = 0; set < static_cast<int>(options_.sets.size()); ++set) {
     if (!negotiator_->is_due(set, false) || !negotiator_->is_due(set, is_busy(set))) continue;
     Buckets buckets = negotiator_->take(set);
-    Message out(MessageType::kExecute, set, known_);
+    Message out(MessageType::kExecute, set);
     out(buckets);
     const std::vector<int>& ranks = options_.sets[static_cast<size_t>(set)];
     for (const int rank : ranks) {

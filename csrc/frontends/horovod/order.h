@@ -134,7 +134,6 @@ class Order {
   bool has_ended_all_ = false;
 
   std::recursive_mutex send_mutex_;
-  std::vector<Known> known_;  // what has been sent, by set
   std::deque<c10::intrusive_ptr<c10d::Work>> sent_;
 
   std::map<int, c10::intrusive_ptr<c10d::Work>> receiving_;  // by peer, with the mutex: what its thread waits for
