@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,6 +18,23 @@ namespace fusedcomm {
 namespace {
 
 namespace py = pybind11;
+
+std::string to_string(const PartLayout& part) {
+  std::ostringstream text;
+  text << "PartLayout(exact_numel=" << part.exact_numel << ", lossy_numel=" << part.lossy_numel
+       << ", scale_offset=" << part.scale_offset << ", code_offset=" << part.code_offset << ", nbytes=" << part.nbytes
+       << ")";
+  return text.str();
+}
+
+std::string to_string(const BucketLayout& layout) {
+  std::ostringstream text;
+  text << "BucketLayout(wire='" << wire_name(layout.wire) << "', block_numel=" << layout.block_numel
+       << ", num_parts=" << layout.num_parts << ", num_chunks=" << layout.num_chunks
+       << ", exact_numel=" << layout.exact_numel << ", lossy_numel=" << layout.lossy_numel
+       << ", part=" << to_string(layout.part) << ")";
+  return text.str();
+}
 
 // Returns a 1-D CPU tensor with a copy of the values.
 template <typename T>
@@ -78,7 +96,8 @@ void bind_layout_classes(py::module_& m) {
       .def_readonly("lossy_numel", &PartLayout::lossy_numel)
       .def_readonly("scale_offset", &PartLayout::scale_offset)
       .def_readonly("code_offset", &PartLayout::code_offset)
-      .def_readonly("nbytes", &PartLayout::nbytes);
+      .def_readonly("nbytes", &PartLayout::nbytes)
+      .def("__repr__", [](const PartLayout& part) { return to_string(part); });
 
   py::class_<BucketLayout>(m, "BucketLayout")
       .def_property_readonly("wire", [](const BucketLayout& layout) { return wire_name(layout.wire); })
@@ -103,7 +122,8 @@ void bind_layout_classes(py::module_& m) {
           [](const BucketLayout& layout, int64_t chunk, int64_t part) {
             return bounds(layout.exact_range(chunk, part));
           },
-          py::arg("chunk"), py::arg("part"));
+          py::arg("chunk"), py::arg("part"))
+      .def("__repr__", [](const BucketLayout& layout) { return to_string(layout); });
 }
 
 }  // namespace
