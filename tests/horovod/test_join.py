@@ -3,8 +3,11 @@
 import pytest
 import torch
 from jobs import REDUCED, job, raised, reduced, values
+from patience import patient
 
 import fusedcomm.horovod as hvd
+from fusedcomm.horovod import ops
+from fusedcomm.horovod.world import world
 
 
 def check_uneven(rank, size):
@@ -84,3 +87,34 @@ def test_optimizers_of_ranks_that_have_joined_add_zeros(ranks):
     assert found[0] == ([0.0] * 3, [0.0] * 5), "a rank that has joined steps no more"
     assert found[1] == ([-10.0] * 3, [-4.0, -4.0, 0.0, 0.0, 0.0])
     assert found[2] == ([-16.0] * 3, [-4.0, -4.0, -2.0, -2.0, 0.0])
+
+
+def check_what_came_before(rank, size):
+    """Rank 1 has submitted two operations before it joins: one of a process set, and one that waits for the word about
+    a refused one of the same name."""
+    two, patience = hvd.ProcessSet([0, 1]), str(patient(20))
+    with job(process_sets=[two], HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=patience), pytest.MonkeyPatch.context() as patch:
+        ones, handles = torch.ones(3), []
+        if rank == 0:
+            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="of the set", process_set=two))
+        hvd.barrier()
+        if rank == 1:
+            nowhere = torch.ones(3, device="meta")
+            assert raised(hvd.allreduce, nowhere, op=hvd.Sum, name="x")[0] == "ValueError"
+            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="of the set", process_set=two))
+            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="x"))
+            patch.setattr(ops, "join_all", lambda: world().store.set("rank 1 has joined", "1"))
+            hvd.join()
+        else:
+            world().store.wait(["rank 1 has joined"])
+            assert raised(hvd.allreduce, ones, op=hvd.Sum, name="x")[0] == "HorovodInternalError"
+            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="x"))
+        results = [hvd.synchronize(handle).tolist() for handle in handles]
+        if rank != 1:
+            hvd.join()
+        return results
+
+
+def test_what_a_rank_has_submitted_before_it_joins_has_its_part(ranks):
+    of_set, of_all = [2.0] * 3, [3.0] * 3
+    assert ranks.run(check_what_came_before, world_size=3) == [[of_set, of_all], [of_set, of_all], [of_all]]

@@ -65,7 +65,15 @@ void Order::submit(const RequestPtr& request, bool at_once) {
           ", so it cannot be submitted again: synchronize its handle first, or use another name");
     }
     requests_.emplace(key, request);
-    if (has_earlier) return;
+    if (has_earlier) {
+      ++num_held_;
+      return;
+    }
+    // The others would go on without what this rank has submitted before.
+    if (request->entry.operation->is_join && num_held_ > 0) {
+      held_join_ = request;
+      return;
+    }
     const bool is_first = queue_.empty();
     queue_.push_back(request);
     if (is_first && !at_once) ring();
@@ -155,12 +163,16 @@ void Order::flush() {
     });
   }
   std::lock_guard<std::recursive_mutex> send_lock(send_mutex_);  // messages in the order of the queue
-  std::map<int, std::vector<Entry>> by_set;
+  // In the order of the queue: a join is for all sets, and comes after what was submitted before.
+  std::vector<std::pair<int, std::vector<Entry>>> runs;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const RequestPtr& request : std::exchange(queue_, {})) by_set[request->set].push_back(request->entry);
+    for (const RequestPtr& request : std::exchange(queue_, {})) {
+      if (runs.empty() || runs.back().first != request->set) runs.emplace_back(request->set, std::vector<Entry>());
+      runs.back().second.push_back(request->entry);
+    }
   }
-  for (auto& [set, entries] : by_set) {
+  for (auto& [set, entries] : runs) {
     Message out(MessageType::kReady, set);
     out(entries);
     send(0, out);
@@ -392,6 +404,7 @@ Order::Issue Order::issue_of(int set, std::vector<Response> bucket) {
     if (!is_own) continue;
     if (const auto next = requests_.erase(own); next != requests_.end() && next->first == key) {
       queue_.push_back(next->second);
+      if (--num_held_ == 0 && held_join_) queue_.push_back(std::exchange(held_join_, nullptr));
       ring();
     }
   }
@@ -421,6 +434,7 @@ void Order::fail(const std::string& why) {
   failure_ = why;
   failed_at_ = Clock::now();
   queue_.clear();
+  held_join_ = nullptr;
   for (const auto& [key, request] : std::exchange(requests_, {})) {
     request->is_done = true;
     request->error = why;

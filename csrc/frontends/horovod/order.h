@@ -63,10 +63,10 @@ class Order {
   Order(const Options& options, BackendPtr control, Start start, Negotiator::Mismatch mismatch, Negotiator::Say say);
   ~Order();
 
-  // at_once: the caller is about to wait for it. What this rank has refused (its entry has a problem) holds up nothing
-  // that it submits under the same key later, and may itself come while the key is under way: rank 0 hears of each when
-  // the one before it has been issued. Otherwise throws std::invalid_argument if the key is under way, and
-  // std::runtime_error after a failure.
+  // at_once: the caller is about to wait for it. A request that this rank has refused (its entry has a problem) may
+  // come while its key is under way, and the key's next one is no error: rank 0 hears of a key's requests one after
+  // another. Throws std::invalid_argument if another request of the key is under way, and std::runtime_error after a
+  // failure.
   void submit(const RequestPtr& request, bool at_once);
   // Whether wait() would return at once.
   bool poll(const RequestPtr& request);
@@ -120,6 +120,8 @@ class Order {
   std::condition_variable bell_;             // for the batch thread
   std::multimap<Key, RequestPtr> requests_;  // until they are issued, those of a key in their order
   Requests queue_;                           // not yet told to rank 0
+  int num_held_ = 0;                         // requests that wait for an earlier one of their key
+  RequestPtr held_join_;                     // waits for these; null: there is none
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
