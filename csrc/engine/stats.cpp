@@ -10,8 +10,8 @@ namespace {
 // Steps whose times are kept.
 constexpr size_t kNumRecentSteps = 512;
 
-// Buckets whose times wait for the last one of their pass. Where none is the last, as in Horovod's calls, no times are
-// taken, and the oldest are dropped.
+// Buckets whose times wait for the last one of their pass. Where none is the last, no times are taken, and the
+// oldest are dropped.
 constexpr size_t kMaxUntimed = size_t{1} << 14;
 
 void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {

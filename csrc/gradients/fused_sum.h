@@ -30,8 +30,7 @@ class FusedSum {
   //
   // names: of the tensors; what has a name has the same shape and dtype in every call.
   // tensors: fp32, bf16 or fp16, all of one dtype and on one device, dense. They are read and written where they lie.
-  // factor: the world size for a sum; pre- and postscale are in it. Sums of whole numbers that the wire can hold are
-  //   exact.
+  // factor: the world size for a sum. Sums of whole numbers that the wire can hold are exact.
   // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
   //   accelerator the sum has then been enqueued.
   // ends_step: whether the statistics count a step with this sum.

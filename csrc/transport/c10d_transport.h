@@ -101,7 +101,7 @@ class HostTransport : public C10dTransport {
 //
 // The threads that call it never do at once: a backward pass's, while the main thread waits for it; the main thread;
 // and at attach the one that connects, for which the main thread waits, too. Watches and control threads enqueue
-// nothing. Merges and Horovod's operations, which come beside the model's collectives, have communicators of their own.
+// nothing. Merges, which come beside the model's collectives, have communicators of their own.
 //
 // The engine's collectives that need not be supervised are NCCL's own functions, where these can be called: the
 // watchdog sees a hang in them at the next supervised one, which waits for them on the stream.

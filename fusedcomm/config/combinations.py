@@ -86,7 +86,7 @@ _PARALLEL = "fusedcomm.DataParallel(module, config=…, members=members)"
 _INSIDE_HOSTS = "DDP or FSDP2 inside a host"
 _ON_CUDA = "gradients on cuda"
 _OWN_GROUP = "members bring their own group"
-_NO_RESIDUALS = "a rank's residuals would be as large as all gradients, and it divides memory over the ranks"
+_NO_RESIDUALS = "residuals would take as much memory on each rank as all gradients, which sharding is to save"
 
 # A row is two lines: where and what; why and what to change.
 # fmt: off
@@ -239,7 +239,7 @@ TABLE = tuple(Combination(*row) for row in (
     ("LocalSteps", {"compare": Besides(("warn",))},
      "ranks differ between merges, and merged states are always compared", "leave it out"),
     ("LocalSteps", {"feedback": GIVEN},
-     "merges are seldom, and no loss showed what it keeps memory for", "leave it out"),
+     "it takes memory, and no measured loss was lower with it", "leave it out"),
     ("LocalSteps", {"sum": "direct"},
      "a merge has numbers that must stay exact", "use sum='auto'"),
     ("LocalSteps", {"every as a time": GIVEN, _INSIDE_HOSTS: True},

@@ -90,8 +90,8 @@ class CommState(Sealed):
             self._comm, self._loaded = self._attached(group, device), None
         elif self._comm.session.process_group is not group:
             raise RuntimeError(
-                "fusedcomm: this CommState was given another process_group after its first bucket: make another "
-                "DistributedDataParallel over that group, with a CommState of its own"
+                "fusedcomm: the process group of this CommState is not that of its first bucket, or was made anew: "
+                "make another DistributedDataParallel over the new group, with a CommState of its own"
             )
         self._comm.session.say_notices()
         return self._comm.session

@@ -51,27 +51,32 @@ class _Cast(Compressor):
 
 
 class BF16Compressor(_Cast):
-    """An optimizer's gradients are sent as bfloat16 and summed in fp32; an operation's tensors are cast."""
+    """An optimizer's gradients are sent as bfloat16 and summed in fp32. An operation's tensors are cast, and on CPU
+    sent in fp32 all the same."""
 
     config, dtype = Config("bf16"), torch.bfloat16
 
 
 class FP16Compressor(_Cast):
-    """An optimizer's gradients are sent as float16 and summed in fp32; an operation's tensors are cast."""
+    """An optimizer's gradients are sent as float16 and summed in fp32. An operation's tensors are cast, and on CPU
+    sent in fp32 all the same."""
 
     config, dtype = Config("fp16"), torch.float16
 
 
-class _OfGradients(Compressor):
+class OfGradients(Compressor):
     """Is for a DistributedOptimizer alone."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self._wire = config, config.wire
+        self.config = config
+
+    def __repr__(self) -> str:
+        return f"a compression with {self.config}"
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
         """Raises ValueError."""
         raise ValueError(
-            f"a compression with wire={self._wire!r} sums gradients, and no single tensors: pass it to "
+            f"{self} sums gradients, and no single tensors: pass it to "
             "hvd.DistributedOptimizer, or use fusedcomm.GradReducer. An operation takes hvd.Compression.none, .bf16 "
             "or .fp16, or a class with compress() and decompress()"
         )
@@ -84,9 +89,9 @@ class Compression:
     none = NoneCompressor
     bf16 = BF16Compressor
     fp16 = FP16Compressor
-    int8 = _OfGradients(Config("int8"))
-    fp8 = _OfGradients(Config("fp8"))
-    int4 = _OfGradients(Config("int4"))
+    int8 = OfGradients(Config("int8"))
+    fp8 = OfGradients(Config("fp8"))
+    int4 = OfGradients(Config("int4"))
 
     @staticmethod
     def of(config: Config) -> Compressor:
@@ -105,7 +110,7 @@ class Compression:
                     "fusedcomm.GradReducer"
                 )
         config.refuse_unsharded()
-        return _OfGradients(config)
+        return OfGradients(config)
 
 
 def check_compression(compression: Any) -> Any:

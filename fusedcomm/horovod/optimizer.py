@@ -9,7 +9,7 @@ import torch
 
 import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
-from fusedcomm.horovod.compression import Compression, check_compression, config_of_gradients
+from fusedcomm.horovod.compression import Compression, OfGradients, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
@@ -263,6 +263,8 @@ def DistributedOptimizer(
     check_compression(compression)
     if gradient_predivide_factor != 1.0 and (op != Average):
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} is possible with op=hvd.Average only")
+    if op not in (Average, Sum) and isinstance(compression, OfGradients):
+        raise ValueError(f"{compression} is for op=hvd.Average and hvd.Sum: use hvd.Compression.none")
     if num_groups != 0:
         warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -54,6 +54,7 @@ def make_plan(session: Session, of: Progress) -> LocalPlan:
         schedule=of.schedule,
         wire=session.config.wire,
         world_size=session.world_size,
+        through_torch=session.through_torch,
         rows=(row,),
         state_nbytes=state.anchor.nbytes,
         under_way_nbytes=2 * state.anchor.nbytes,

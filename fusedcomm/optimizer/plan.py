@@ -90,6 +90,7 @@ def make_plan(
         rows=tuple(rows),
         optimizers=tuple(type(optimizer).__name__ for optimizer in owner.optimizers),
         world_size=sums.world_size,
+        through_torch=sums.through_torch,
         rank=sums.rank,
         wire=sums.config.wire,
         update=update.wire,

@@ -101,9 +101,10 @@ def check_what_came_before(rank, size):
         if rank == 1:
             nowhere = torch.ones(3, device="meta")
             assert raised(hvd.allreduce, nowhere, op=hvd.Sum, name="x")[0] == "ValueError"
-            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="of the set", process_set=two))
-            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="x"))
             patch.setattr(ops, "join_all", lambda: world().store.set("rank 1 has joined", "1"))
+            of_all = hvd.allreduce_async(ones, op=hvd.Sum, name="x")
+            # Without a pause, so that the join finds it in the queue.
+            handles += [hvd.allreduce_async(ones, op=hvd.Sum, name="of the set", process_set=two), of_all]
             hvd.join()
         else:
             world().store.wait(["rank 1 has joined"])
@@ -112,9 +113,18 @@ def check_what_came_before(rank, size):
         results = [hvd.synchronize(handle).tolist() for handle in handles]
         if rank != 1:
             hvd.join()
-        return results
+        # What the others have heard of rank 1 twice would now stand for what it has not submitted yet.
+        if rank == 1:
+            hvd.barrier()
+        handles = [hvd.allreduce_async(ones, op=hvd.Sum, name="x")]
+        if rank != 2:
+            handles.append(hvd.allreduce_async(ones, op=hvd.Sum, name="of the set", process_set=two))
+        if rank != 1:
+            hvd.barrier()
+        return results + [hvd.synchronize(handle).tolist() for handle in handles]
 
 
 def test_what_a_rank_has_submitted_before_it_joins_has_its_part(ranks):
     of_set, of_all = [2.0] * 3, [3.0] * 3
-    assert ranks.run(check_what_came_before, world_size=3) == [[of_set, of_all], [of_set, of_all], [of_all]]
+    by_rank = [of_set, of_all, of_all, of_set]
+    assert ranks.run(check_what_came_before, world_size=3) == [by_rank, by_rank, [of_all] * 2]

@@ -241,8 +241,12 @@ def named(*given: object) -> Call:
 
 OPTIMIZERS = [
     *(
-        (lambda _, call=call: call(hvd.Compression.int8), "wire='int8' sums gradients ... hvd.DistributedOptimizer")
+        (lambda _, call=call: call(hvd.Compression.int8), "wire='int8') sums gradients ... hvd.DistributedOptimizer")
         for call in TAKE_COMPRESSIONS[:-1]
+    ),
+    (
+        lambda _: optimizer_of(op=hvd.Min, compression=hvd.Compression.int8),
+        "wire='int8') is for op=hvd.Average and hvd.Sum: use hvd.Compression.none",
     ),
     (named(*MODEL.parameters()), "named_parameters must be pairs"),
     (named(*[("a", each) for each in MODEL.parameters()]), "named_parameters must have different names ... twice: a"),
