@@ -26,16 +26,16 @@ at::Tensor ParameterState::left_out() const {
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device, Device* codec)
     : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device), codec_(codec) {
   for (const Known& parameter : known) {
-    add(parameter.tensor, parameter.name, next_number_++, parameter.wire);
+    add(parameter.tensor, parameter.name, parameter.wire);
   }
   if (codec_->counts_in_memory()) add_counts();  // not in the first pass, because the host waits
 }
 
-const ParameterStatePtr& Parameters::add(const at::Tensor& parameter, std::string name, uint32_t number, int wire) {
+const ParameterStatePtr& Parameters::add(const at::Tensor& parameter, std::string name, int wire) {
   auto state = std::make_shared<ParameterState>();
   state->parameter = parameter;
   state->name = std::move(name);
-  state->number = number;
+  state->number = next_number_++;
   state->wire = wire;
   return states_.emplace(parameter.unsafeGetTensorImpl(), std::move(state)).first->second;
 }
@@ -51,7 +51,7 @@ void Parameters::know(const at::Tensor& parameter, std::string name, int wire) {
 }
 
 const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::string name, int wire) {
-  const ParameterStatePtr& state = add(parameter, std::move(name), next_number_++, wire);
+  const ParameterStatePtr& state = add(parameter, std::move(name), wire);
   const auto waiting = waiting_residuals_.find(state->name);
   if (waiting != waiting_residuals_.end() && waiting->second.numel() == state->numel()) {
     state->loaded = waiting->second;

@@ -97,7 +97,7 @@ class Parameters {
   int64_t take_device_counts();
 
  private:
-  const ParameterStatePtr& add(const at::Tensor& parameter, std::string name, uint32_t number, int wire);
+  const ParameterStatePtr& add(const at::Tensor& parameter, std::string name, int wire);
   void add_counts();
   const ParameterStatePtr& add_new(const at::Tensor& parameter, std::string name, int wire);
   std::unordered_map<std::string, ParameterState*> by_name() const;

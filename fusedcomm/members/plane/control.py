@@ -148,7 +148,8 @@ class ControlPlane:
         try:
             return self.barrier.wait_active(view.number, timeout_s)
         except InstallTimeoutError as error:
-            raise InstallTimeoutError(f"{error}: rank(s) {self._thread.not_ready(view)} of it have not come") from None
+            late = self._thread.not_ready(view)  # empty if the last of them has just come
+            raise InstallTimeoutError(f"{error}: rank(s) {late} of it have not come" if late else str(error)) from None
 
     def request(
         self, member: Member, kind: str, header: dict, into: memoryview | None = None
