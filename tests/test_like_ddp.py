@@ -92,13 +92,13 @@ def bits(tensors: list) -> str:
 
 def beside_ddp(rank: int, world_size: int, name: str, wires: tuple[str, ...]) -> dict:
     """{(front end, wire): (the largest error of a step beside DDP, a digest of the gradients)}. In a wire that rounds
-    there is one step, so that it begins with DDP's parameters."""
+    there is one step, so that it begins with DDP's parameters, or under Join so many that ranks end apart."""
     expected, expected_state = trained(rank, name, PLAIN, "fp32")
     found = {}
     needs = (*CASES[name].needs, "three ranks") if world_size == 3 else CASES[name].needs
     for front_end in with_all(*needs):
         for wire in wires:
-            num_steps = NUM_STEPS if wire == "fp32" else 1
+            num_steps = NUM_STEPS if wire == "fp32" or CASES[name].uneven else 1
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore" if name in LEFT_TO_TORCH else "error", ".*are reduced by torch itself")
                 try:

@@ -136,6 +136,21 @@ def test_an_updated_process_group_needs_another_attachment(ranks, front_end):
         assert after == ([0.5] if rank < 2 and front_end == "hook" else None)
 
 
+def moved_after_detaching(rank, world_size):
+    subgroup = dist.new_group([0, 1])
+    ddp, comm = synchronized("hook", Gradients((6000,)), Config("int8", wires={"1d": "int8"}))
+    gradient = [torch.full((6000,), float(rank))]
+    before = synchronize(ddp, gradient)[0].unique().tolist()
+    comm.detach()
+    ddp._update_process_group(subgroup)
+    return before, synchronize(ddp, gradient, steps=3)[0].unique().tolist() if rank < 2 else None
+
+
+def test_an_updated_process_group_is_followed_after_detaching(ranks):
+    for rank, (before, after) in enumerate(ranks.run(moved_after_detaching)):
+        assert before == [1.5] and after == ([0.5] if rank < 2 else None)
+
+
 # --- contents -------------------------------------------------------------------------------------------------------
 
 

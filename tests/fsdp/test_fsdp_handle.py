@@ -1,7 +1,10 @@
 """What the handle of an FSDP2 model tells, and attaching at any time and to any model."""
 
+import copy
+
 import pytest
 import torch
+from models import refusal
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +140,18 @@ def _beside_tensor_parallel(rank, world_size):
 
 def test_only_the_data_parallel_dimension_is_reduced(ranks):
     assert ranks.run(_beside_tensor_parallel, world_size=4) == [(True, 2)] * 4
+
+
+def _copied(rank, world_size):
+    model = _model()
+    with fusedcomm.attach(model, "fp32") as comm:
+        return refusal(copy.deepcopy, model), refusal(copy.deepcopy(comm).stats)
+
+
+def test_torch_refuses_a_copy_of_the_model_and_a_copy_of_the_handle_is_attached_to_nothing(ranks):
+    for of_model, of_handle in ranks.run(_copied, world_size=2):
+        assert of_model.startswith("AssertionError: FSDP does not support deepcopy")
+        assert "this handle is a copy" in of_handle
 
 
 def _too_large(rank, world_size, wire, is_half, value, factor):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import stderr_to
 from patience import patient, wait_for_words
+from sampling import few
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -54,6 +55,37 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     except RuntimeError as caught:
         return str(caught)
     return ""
+
+
+def _die_by_host(rank: int, world_size: int, victim: int, gathers: bool) -> str:
+    """In step 2 the victim is killed before it gathers a model that is one layer, in codes, or before it reduces its
+    gradients. Both go by host."""
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    model = fully_shard(nn.Linear(300, 300), mesh=DeviceMesh.from_group(group, "cpu"))
+    fusedcomm.attach(model, Config("int8", hosts=2, params="int8" if gathers else "fp32"))
+    for step in range(3):
+        dies = rank == victim and step == 2
+        try:
+            if dies and gathers:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(torch.ones(2, 300)).sum()
+            if dies:
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+        except RuntimeError as caught:
+            return str(caught)
+    return ""
+
+
+@pytest.mark.parametrize("gathers", few([False, True], False), ids=["reduce-scatter", "all-gather"])
+def test_a_rank_that_dies_before_a_collective_by_host_is_named(ranks, gathers):
+    victim = 2
+    pid = ranks.pid_of(victim)
+    outcomes = ranks.outcomes(_die_by_host, victim, gathers, world_size=4, lost=victim)
+    for rank in (0, 1, 3):
+        kind, error = outcomes[rank]
+        assert kind == "value" and f"rank {victim} (process {pid} on " in error, error
+        assert "is missing: no answer within" in error, error
 
 
 WAITS = {

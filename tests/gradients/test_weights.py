@@ -108,7 +108,7 @@ def simulated(rank, world_size, config, weights):
     return [synchronize(ddp, [given(rank)])[0].clone() for _ in range(2)][1]
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8", "int4"])
 @pytest.mark.parametrize("weighted", ["mean", "sum"])
 @pytest.mark.sampled
 def test_simulate_has_the_bits_of_passes_with_steady_weights(ranks, wire, weighted):

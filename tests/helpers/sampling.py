@@ -22,7 +22,8 @@ def covering(cases: list[dict[str, str]]) -> list[int]:
     The choice is greedy: the next case is the one with the most missing values. Of equally good cases it takes the
     first and the last in turn, because neighbors are the most similar.
     """
-    found = [set(case.items()) for case in cases]
+    # () is in every case, so that one is chosen where there is no value to cover.
+    found = [{(), *case.items()} for case in cases]
     missing = set().union(*found)
     chosen = []
     while missing:

@@ -44,6 +44,11 @@ def test_unmarked_tests_run_whole_and_marked_ones_in_part():
     assert run == sampled(every)[0]
 
 
+def test_one_case_runs_where_there_are_no_values_to_cover():
+    items = [Item("matrix", pytest.mark.sampled(by=lambda text: {}), text=text) for text in "xyz"]
+    assert [len(each) for each in sampled(items)] == [1, 2]
+
+
 def test_values_are_covered_by_cases_that_are_not_full():
     full = {"y": [pytest.mark.full], "x": []}
     items = [Item("matrix", pytest.mark.sampled, *full[b], a=a, b=b) for a in range(3) for b in "yx"]

@@ -38,7 +38,7 @@ OUT_OF_RANGE = [
     (lambda _: Chunks(in_flight=65), "Chunks(in_flight)=65 ... 1 to 64"),
     *(
         (lambda _, given=given: LocalOptions(stall_after=given), "stall_after= ... a number of seconds from 0.1 to 1e9")
-        for given in (-1, 0.099, True, "60", float("nan"), 10**400)
+        for given in (-1, 0.099, True, "60", float("nan"), 2e9, float("inf"), 10**400)
     ),
     (lambda _: LocalOptions(codec_threads=0), "codec_threads=0 ... 1 to 256"),
     (lambda _: LocalOptions(codec_threads=100000), "codec_threads=100000 ... 1 to 256"),

@@ -63,6 +63,15 @@ def test_parts_byte_by_byte():
         assert (part.scale_offset, part.code_offset, part.nbytes) == (0, 16 * (wire == "int8"), nbytes)
 
 
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
+@pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
+    """The payload counts all bytes that are sent, with scales and padding. `most`: its largest ratio to fp32."""
+    layout = _C.bucket_layout(wire, _C.default_block_numel(wire), num_parts, 0, nbytes // 4, 4 << 20)
+    assert layout.num_chunks * layout.chunk_nbytes <= most * nbytes
+
+
 @settings(deadline=None)
 @given(layouts())
 def test_every_element_has_one_place_and_cuts_fall_on_the_grain(case):
