@@ -1,8 +1,10 @@
 """FSDP2's reduce-scatters, all-reduces and all-gathers on the engine's CUDA path, as work of simulated streams
-(tests/helpers/on_streams.py). Gradients, counts and residuals are those of the CPU path, bit for bit."""
+(tests/helpers/on_streams.py), and on its own kernels. Gradients, counts and residuals are those of the CPU path, bit for
+bit."""
 
 import dataclasses
 
+import fake_cuda
 import on_streams
 import pytest
 import torch
@@ -100,3 +102,19 @@ def test_sums_have_the_cpus_bits(ranks_on_streams, ranks, kind, name, world_size
         assert own[2].keys() == other[2].keys()
         assert all(torch.equal(own[2][name].nan_to_num(), other[2][name].nan_to_num()) for name in own[2])
         assert any(each.any() for each in own[2].values()) == (config.feedback is not None)
+
+
+def on_the_kernels(rank, world_size, library, config):
+    """steps_on() the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    with fake_cuda.path(library, config) as driver:
+        found = steps_on(rank, world_size, "sharded", config, "cpu")
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
+        return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "parameters in int4"])
+def test_the_gpus_kernels_give_rows_the_cpus_bits(ranks, kernels_library, name):
+    config = dataclasses.replace(ALL[name], chunks=Chunks(1 << 20))
+    cpu, cuda = (ranks.run(on_the_kernels, driver, config, world_size=2) for driver in (None, kernels_library))
+    for own, other in zip(cpu, cuda, strict=True):
+        assert torch.equal(own[0], other[0]) and own[1:] == other[1:]
