@@ -1,6 +1,5 @@
-"""FSDP2's reduce-scatters, all-reduces and all-gathers on the engine's CUDA path, as work of simulated streams
-(tests/helpers/on_streams.py), and on its own kernels. Gradients, counts and residuals are those of the CPU path, bit for
-bit."""
+"""FSDP2's reduce-scatters, all-reduces and all-gathers on the engine's CUDA path: as work of simulated streams
+(tests/helpers/on_streams.py), and on interpreted kernels. All results are those of the CPU path, bit for bit."""
 
 import dataclasses
 
