@@ -6,6 +6,8 @@ import gc
 import io
 import math
 import os
+import random
+import time
 import warnings
 
 import pytest
@@ -22,6 +24,7 @@ from models import (
     threads_settle_at,
     worst,
 )
+from patience import slowness
 from scenarios import CASES
 from step_clock import StepClock
 from torch.distributed.algorithms.join import Join
@@ -47,6 +50,16 @@ def mean_of(world_size, step):
 
 def module():
     return DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.004)
+
+
+class Sleeping(StepClock):
+    """The same on the real clock: sleeps before each step, for longer on a slower machine."""
+
+    def __init__(self, comm, rank, **ms):
+        self._runs, self._ms, self._chance = comm.runs, ms, random.Random(rank)
+
+    def __call__(self):
+        time.sleep(self.step_ms() * slowness() / 1000)
 
 
 TIMES = {"off": 60, "bf16": 30, "int8": 3}
@@ -76,7 +89,7 @@ def train_to_choice(comm, ddp, rank, **ms):
 LIMITS = {"off": 1e-6, "fp32": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
-def searched(rank, world_size, ms, front_end="hook"):
+def searched(rank, world_size, ms, front_end="hook", clock=StepClock):
     """Trains until two steps after the search has ended.
 
     Returns (tuning, each step's wire, each step's largest relative error, sums and one element of each step's
@@ -84,7 +97,7 @@ def searched(rank, world_size, ms, front_end="hook"):
     """
     forward, comm = synchronized(front_end, Gradients(*SHAPES), "auto", bucket_mib=0.004)
     wires, errors, results = [], [], []
-    slow = StepClock(comm, rank, **ms)
+    slow = clock(comm, rank, **ms)
     for wire, seen in steps(comm, forward, slow, functools.partial(gradients, rank), num_more=2):
         exact = mean_of(world_size, len(wires))
         errors.append(worst(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
@@ -97,11 +110,16 @@ def searched(rank, world_size, ms, front_end="hook"):
 
 
 @pytest.mark.parametrize(
-    ("front_end", "world_size", "ms", "best"),
-    [("hook", 2, TIMES, "int8"), ("hook", 3, OFF_IS_BEST, "off"), ("reducer", 2, OF_REDUCER, "bf16")],
+    ("front_end", "world_size", "ms", "best", "clock"),
+    [
+        ("hook", 2, TIMES, "int8", StepClock),
+        ("hook", 3, OFF_IS_BEST, "off", StepClock),
+        ("reducer", 2, OF_REDUCER, "bf16", StepClock),
+        pytest.param("hook", 2, TIMES, "int8", Sleeping, marks=[pytest.mark.alone, pytest.mark.full]),
+    ],
 )
-def test_all_ranks_choose_alike_and_every_step_is_right(ranks, front_end, world_size, ms, best):
-    outcome = ranks.run(searched, ms, front_end, world_size=world_size)
+def test_all_ranks_choose_alike_and_every_step_is_right(ranks, front_end, world_size, ms, best, clock):
+    outcome = ranks.run(searched, ms, front_end, clock, world_size=world_size)
     tuning, wires, errors, results, is_off, _, plan = outcome[0]
     assert tuning.finished and tuning.chosen == best and is_off == (best == "off")
     assert tuning.num_steps == tuning.max_steps == 36 and set(wires[tuning.num_steps :]) == {best}

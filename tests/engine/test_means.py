@@ -57,7 +57,7 @@ class OverStreams(session.CpuPath):
     def connect(self, process_group, device, store):
         self.codec = "portable"
         native = _C.CpuDevice(isa="auto", codec_threads=1, forced_sync=True)
-        return native, _C.StreamTransport(process_group._get_backend(device), device, nccl=None)
+        return native, _C.StreamTransport(process_group._get_backend(device), device, nccl=_C.TORCHS_CUDA)
 
 
 def means(rank, world_size, cases, gradients_of):

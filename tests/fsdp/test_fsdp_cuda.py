@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, integers, mean_of_integers, reducer_of, whole
 from test_fsdp_feedback import Layers, made
-from test_fsdp_on_streams import CONFIGS, three_steps
+from test_fsdp_on_streams import CONFIGS, FED_BACK, three_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,11 +54,12 @@ CONFIGS_OF_REDUCER = {
 CASES = [("GradReducer", name, 2) for name in CONFIGS_OF_REDUCER] + [("sharded", name, 2) for name in CONFIGS]
 CASES += [(kind, name, 2) for kind in ("gradients in bfloat16", "replicate") for name in ("fp32", "bf16", "int8")]
 CASES += [("hsdp", "int8", 4), ("sharded", "int4", 4), ("sharded", "bf16", 3)]
+CASES += [(kind, name, 4 if kind == "hsdp" else 2) for kind in ("hsdp", "replicate") for name in FED_BACK]
 
 
 @pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
 def test_results_are_those_of_the_cpu(ranks, kind, name, world_size):
-    config = (CONFIGS_OF_REDUCER if kind == "GradReducer" else CONFIGS)[name]
+    config = (CONFIGS_OF_REDUCER if kind == "GradReducer" else {**CONFIGS, **FED_BACK})[name]
     config = dataclasses.replace(config, chunks=Chunks(config.chunks.nbytes or 1 << 20))
     for cpu, gpu in ranks.run(on_both_devices, kind, config, world_size=world_size, backend=BACKEND):
         # With replicate(), wire fp32 is summed by the transport: NCCL and gloo add two numbers alike.
@@ -66,6 +67,7 @@ def test_results_are_those_of_the_cpu(ranks, kind, name, world_size):
         assert cpu[1] == gpu[1] and sum(gpu[1].values()) == 2
         assert cpu[2].keys() == gpu[2].keys()
         assert all(torch.equal(cpu[2][name].nan_to_num(), gpu[2][name].nan_to_num()) for name in cpu[2])
+        assert any(each.any() for each in cpu[2].values()) == (config.feedback is not None)
         assert "sm_" in gpu[3]
 
 

@@ -1,8 +1,9 @@
-"""FSDP2's reduce-scatters, all-reduces and all-gathers on the engine's CUDA path, as work of simulated streams
-(tests/helpers/on_streams.py). Gradients, counts and residuals are those of the CPU path, bit for bit."""
+"""FSDP2's reduce-scatters, all-reduces and all-gathers on the engine's CUDA path: as work of simulated streams
+(tests/helpers/on_streams.py), and on interpreted kernels. All results are those of the CPU path, bit for bit."""
 
 import dataclasses
 
+import fake_cuda
 import on_streams
 import pytest
 import torch
@@ -10,7 +11,7 @@ from models import KINDS, whole
 from test_fsdp_feedback import gradients_of, made
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config
+from fusedcomm.config import Chunks, Config, Feedback
 
 LOSSY_1D = {"1d": "int8"}
 CONFIGS = {
@@ -27,13 +28,17 @@ CONFIGS = {
     "parameters exempt": Config("int8", params="bf16", wires={"*": "fp32"}, chunks=Chunks(4096)),
 }
 
-ALL = {**CONFIGS, "parameters kept": Config("int8", params="int8", params_kept=True, hosts=2)}
+FED_BACK = {"int4 fed back": Config("int4", feedback=Feedback(), chunks=Chunks(4096))}
+"""Of all-reduces: reduce-scatters have no error feedback."""
+KEPT = {"parameters kept": Config("int8", params="int8", params_kept=True, hosts=2)}
+ALL = {**CONFIGS, **FED_BACK, **KEPT}
 
 
 def by_what_config_has(name: str, **others: object) -> dict:
     """For `pytest.mark.sampled`."""
     config = ALL[name]
-    return {"wire": KINDS.get(config.wire, "codes"), "params": config.params, **others}
+    has = {"feedback": config.feedback is not None, "params": config.params}
+    return {"wire": KINDS.get(config.wire, "codes"), **has, **others}
 
 
 def three_steps(model, rank, device):
@@ -80,7 +85,7 @@ CASES += [("gathered twice", "parameters kept", 4)]
 CASES += [
     (kind, name, 4 if kind == "hsdp" else 2)
     for kind in ("hsdp", "replicate")
-    for name in ("fp32", "bf16", "int8", "int4")
+    for name in ("fp32", "bf16", "int8", "int4", *FED_BACK)
 ]
 
 
@@ -95,4 +100,20 @@ def test_sums_have_the_cpus_bits(ranks_on_streams, ranks, kind, name, world_size
         assert own[1] == other[1] and sum(own[1].values()) == 2
         assert own[2].keys() == other[2].keys()
         assert all(torch.equal(own[2][name].nan_to_num(), other[2][name].nan_to_num()) for name in own[2])
-        assert bool(own[2]) == (config.feedback is not None)
+        assert any(each.any() for each in own[2].values()) == (config.feedback is not None)
+
+
+def on_the_kernels(rank, world_size, library, config):
+    """steps_on() the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    with fake_cuda.path(library, config) as driver:
+        found = steps_on(rank, world_size, "sharded", config, "cpu")
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
+        return found
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "parameters in int4"])
+def test_the_gpus_kernels_give_rows_the_cpus_bits(ranks, kernels_library, name):
+    config = dataclasses.replace(ALL[name], chunks=Chunks(1 << 20))
+    cpu, cuda = (ranks.run(on_the_kernels, driver, config, world_size=2) for driver in (None, kernels_library))
+    for own, other in zip(cpu, cuda, strict=True):
+        assert torch.equal(own[0], other[0]) and own[1:] == other[1:]

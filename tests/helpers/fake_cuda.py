@@ -151,7 +151,7 @@ class FakeCuda:
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
                 native = fake.device(backend, config, self._grad_dtypes, self._reduces_rows)
-                return native, _C.StreamTransport(backend, device, nccl=None)
+                return native, _C.StreamTransport(backend, device, nccl=_C.TORCHS_CUDA)
 
         self.launches.clear()
         self.grids.clear()

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 
+import fake_cuda
 import on_streams
 import pytest
 import torch
@@ -77,6 +78,21 @@ def test_on_streams_they_do_the_same_and_the_host_waits_only_for_merges_without_
             for (seen, merged), plain in zip(of_ranks, simulated(Run(**vars(run)), 2), strict=True):
                 check(seen, plain)
                 assert torch.equal(merged, of_ranks[0][1])
+
+
+def on_the_kernels(rank, world_size, library):
+    """trained() of a run on the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    config = Config("int4", sum="two-shot", chunks=Chunks(1 << 20))
+    with fake_cuda.path(library, config) as driver:
+        found = trained(rank, world_size, [Run(every=3, delay=1, steps=7, width=100)], config)
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "reduce", "unpack"}
+        return found
+
+
+def test_the_gpus_kernels_merge_to_the_cpus_bits(ranks, kernels_library):
+    cpu, cuda = (ranks.run(on_the_kernels, driver, world_size=2) for driver in (None, kernels_library))
+    for ((seen, merged),), ((their_seen, their_merged),) in zip(cpu, cuda, strict=True):
+        assert all(map(torch.equal, [*seen, merged], [*their_seen, their_merged]))
 
 
 # ---- ranks that stay equal

@@ -1,5 +1,6 @@
 """Updates in bf16 and codes: parameters are equal on every rank, and what rounding takes from one is in the next."""
 
+import fake_cuda
 import on_streams
 import pytest
 import torch
@@ -76,4 +77,19 @@ def test_an_accelerators_streams_give_the_cpus_bits(ranks_on_streams, ranks, wir
     on_cpu = ranks.run(both_ways, wire, dtype, "cpu", world_size=2)
     on_device = ranks_on_streams.run(both_ways, wire, dtype, on_streams.DEVICE)
     for ours, theirs in zip(on_device, on_cpu, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def on_the_kernels(rank, world_size, library):
+    """The parameters after each step on the CPU path, or with a `library` on the CUDA path, in one chunk."""
+    config = Config("int8", sum="two-shot", chunks=Chunks(1 << 20))
+    with fake_cuda.path(library, config) as driver:
+        seen = constant_gradients(rank, world_size, "int8", 3, config, torch.bfloat16)
+        assert driver is None or {kernel for kernel, _ in driver.launches} >= {"pack", "unpack"}
+        return [each for step in seen for each in step]
+
+
+def test_the_gpus_kernels_give_owners_the_cpus_bits(ranks, kernels_library):
+    cpu, cuda = (ranks.run(on_the_kernels, driver, world_size=2) for driver in (None, kernels_library))
+    for ours, theirs in zip(cpu, cuda, strict=True):
         assert all(map(torch.equal, ours, theirs))

@@ -181,13 +181,15 @@ def test_a_rank_that_has_run_out_of_data_is_no_alarm(ranks):
     ranks.run(joined, world_size=2)
 
 
-def on_streams_of(rank, world_size):
-    return trained(rank, "hook", RAISES, skip, on_streams.DEVICE)
+def on_streams_of(rank, world_size, name):
+    fault, front_end, _ = FAULTS[name]
+    return trained(rank, front_end, RAISES, fault, on_streams.DEVICE)
 
 
-def test_a_fault_is_found_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams):
-    for step, text, _ in ranks_on_streams.run(on_streams_of):
-        assert step == 2 * EVERY and "embed.weight" in text
+@pytest.mark.parametrize("name", ["skipped", "flipped, hook"])
+def test_a_fault_is_found_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams, name):
+    for step, text, _ in ranks_on_streams.run(on_streams_of, name):
+        assert step == 2 * EVERY and FAULTS[name][2] in text
 
 
 # ---- at once, and what is compared
