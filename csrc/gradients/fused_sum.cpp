@@ -37,7 +37,8 @@ const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor&
   if (parameter.defined()) {
     TORCH_CHECK_VALUE(parameter.sizes() == like.sizes() && parameter.scalar_type() == like.scalar_type(),
                       "fusedcomm: ", name, " is ", like.scalar_type(), " of shape ", like.sizes(), ", and was ",
-                      parameter.scalar_type(), " of shape ", parameter.sizes(), ": convert parameters before, or attach anew");
+                      parameter.scalar_type(), " of shape ", parameter.sizes(),
+                      ": convert parameters before, or attach anew");
     return parameter;
   }
   parameter = at::empty({}, like.options().requires_grad(false)).expand(like.sizes());
