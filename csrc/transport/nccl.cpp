@@ -158,10 +158,11 @@ void NcclCommunicator::all_reduce(std::byte* data, int64_t nbytes, at::ScalarTyp
 // the end, and torch's watchdog may free it between the question whether it lives and that one.
 void NcclCommunicator::check(int result, const char* function) const {
   if (result == kNcclSuccess) return;
-  const char* const advice =
-      result == kNcclInProgress ? ". The communicator does not block its callers: set FUSEDCOMM_NCCL=torch" : "";
+  const char* const what = result == kNcclInProgress  // no error, so NCCL says no more about it
+                               ? "The communicator does not block its callers: set FUSEDCOMM_NCCL=torch"
+                               : nccl_.get_last_error_(nullptr);
   throw std::runtime_error(std::string(function) + " failed with code " + std::to_string(result) + " (" +
-                           nccl_.get_error_string_(result) + "): " + nccl_.get_last_error_(nullptr) + advice);
+                           nccl_.get_error_string_(result) + "): " + what);
 }
 
 }  // namespace fusedcomm
