@@ -1,5 +1,6 @@
-"""What holds for every front end beside its gradients (test_like_ddp.py): it heeds neither torch's default dtype nor
-inference mode, calls nothing of torch by a deprecated name, and a copy of its handle is attached to nothing."""
+"""What holds for every front end beside its gradients (test_like_ddp.py): it does not heed torch's default dtype, calls
+nothing of torch by a deprecated name, and a copy of its handle is attached to nothing. FSDP2's state, in inference
+mode."""
 
 import ast
 import copy

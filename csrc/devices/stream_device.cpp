@@ -33,9 +33,9 @@ c10::Stream take_stream(c10::Device device) {
   const std::lock_guard<std::mutex> lock(spare_mutex);
   const auto is_free = [&](const c10::Stream& stream) { return stream.device() == device && is_idle(stream); };
   const auto found = std::find_if(spare().begin(), spare().end(), is_free);
-  if (found == spare().end()) return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, kHighPriority);
-  const c10::Stream stream = *found;
-  spare().erase(found);
+  const c10::Stream stream =
+      found != spare().end() ? *found : c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, kHighPriority);
+  std::erase(spare(), stream);  // torch has few streams, which it hands out in turn: perhaps one that works here
   return stream;
 }
 
@@ -53,7 +53,10 @@ StreamDevice::StreamDevice(c10::Device device, bool two_levels, bool forced_sync
 
 StreamDevice::~StreamDevice() {
   const std::lock_guard<std::mutex> lock(spare_mutex);
-  spare().insert(spare().end(), streams_.begin(), streams_.end());
+  for (const c10::Stream& stream : streams_) {
+    // Torch may have handed it out twice.
+    if (std::find(spare().begin(), spare().end(), stream) == spare().end()) spare().push_back(stream);
+  }
 }
 
 std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {

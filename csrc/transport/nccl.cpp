@@ -54,7 +54,7 @@ FindSymbol symbols_of(const std::string& library) {
     void* const of_all = dlsym(RTLD_DEFAULT, symbol);
     if (!of_all || of_all == found) return {found, ""};
     Dl_info other{};
-    return {nullptr, dladdr(of_all, &other) && other.dli_fname ? other.dli_fname : "another library"};
+    return {found, dladdr(of_all, &other) && other.dli_fname ? other.dli_fname : "another library"};
   };
 }
 
@@ -65,7 +65,7 @@ Nccl::Nccl(const std::string& library, const FindSymbol& symbols, const std::str
     return;
   }
   for (size_t i = 0; i < getters_.size(); ++i) {
-    getters_[i] = reinterpret_cast<GetCommunicator>(symbols(kNcclClasses[i].get_communicator).function);
+    getters_[i] = reinterpret_cast<GetCommunicator>(symbols(kNcclClasses[i].get_communicator).of_torch());
   }
   find(symbols, "ncclGetErrorString", &get_error_string_);
   find(symbols, "ncclGetLastError", &get_last_error_);
@@ -75,7 +75,8 @@ Nccl::Nccl(const std::string& library, const FindSymbol& symbols, const std::str
   find(symbols, "ncclRecv", &recv_);
   find(symbols, "ncclAllGather", &all_gather_);
   find(symbols, "ncclAllReduce", &all_reduce_);
-  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll").function);
+  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll").of_torch());
+  // Of any runtime: all of them hand it to the one driver.
   const char* const exchange = "cudaThreadExchangeStreamCaptureMode";
   exchange_capture_mode_ = reinterpret_cast<decltype(exchange_capture_mode_)>(symbols(exchange).function);
 }
@@ -83,7 +84,7 @@ Nccl::Nccl(const std::string& library, const FindSymbol& symbols, const std::str
 template <typename Function>
 void Nccl::find(const FindSymbol& symbols, const char* symbol, Function* function) {
   const Symbol found = symbols(symbol);
-  *function = reinterpret_cast<Function>(found.function);
+  *function = reinterpret_cast<Function>(found.of_torch());
   if (*function || !missing_.empty()) return;
   missing_ = found.other_library.empty()
                  ? library_ + " has no " + symbol
@@ -158,10 +159,11 @@ void NcclCommunicator::all_reduce(std::byte* data, int64_t nbytes, at::ScalarTyp
 // the end, and torch's watchdog may free it between the question whether it lives and that one.
 void NcclCommunicator::check(int result, const char* function) const {
   if (result == kNcclSuccess) return;
-  const char* const advice =
-      result == kNcclInProgress ? ". The communicator does not block its callers: set FUSEDCOMM_NCCL=torch" : "";
+  const char* const what = result == kNcclInProgress  // no error, so NCCL says no more about it
+                               ? "The communicator does not block its callers: set FUSEDCOMM_NCCL=torch"
+                               : nccl_.get_last_error_(nullptr);
   throw std::runtime_error(std::string(function) + " failed with code " + std::to_string(result) + " (" +
-                           nccl_.get_error_string_(result) + "): " + nccl_.get_last_error_(nullptr) + advice);
+                           nccl_.get_error_string_(result) + "): " + what);
 }
 
 }  // namespace fusedcomm

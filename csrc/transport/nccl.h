@@ -20,8 +20,11 @@ namespace fusedcomm {
 
 // What a library has of a symbol's name.
 struct Symbol {
-  void* function = nullptr;   // null if there is none, or if torch calls the one of another library
-  std::string other_library;  // in which torch finds it; empty if the library lacks it, too
+  void* function = nullptr;   // the library's; null if there is none
+  std::string other_library;  // whose function torch calls in its place; empty if there is none
+
+  // Null if torch calls another one.
+  void* of_torch() const { return other_library.empty() ? function : nullptr; }
 };
 using FindSymbol = std::function<Symbol(const char* symbol)>;
 

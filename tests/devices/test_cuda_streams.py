@@ -1,5 +1,6 @@
 """The CUDA path over simulated streams, without a GPU: the scenes of tests/native, with the build's objects. Front ends
-on the same streams: tests/local_steps/test_local_steps.py, tests/optimizer."""
+on the same streams: whatever test uses tests/helpers/on_streams.py, tests/test_steady_steps.py and
+tests/fsdp/test_fsdp_on_streams.py among them."""
 
 import cuda_stress
 import pytest

@@ -114,7 +114,9 @@ namespace sim {
 
 std::shared_ptr<const fusedcomm::Nccl> nccl(const std::string& hidden, const std::string& through_torch) {
   const auto find = [hidden](const char* symbol) -> fusedcomm::Symbol {
-    return {hidden == symbol ? nullptr : dlsym(RTLD_DEFAULT, symbol), ""};
+    // As if another package had loaded a runtime of its own.
+    const char* const other_library = std::string(symbol).starts_with("cuda") ? "another runtime" : "";
+    return {hidden == symbol ? nullptr : dlsym(RTLD_DEFAULT, symbol), other_library};
   };
   return std::make_shared<fusedcomm::Nccl>("the simulated NCCL", find, through_torch);
 }

@@ -195,8 +195,9 @@ def test_a_rank_that_never_comes_is_named_before_anything_is_made(nccl):
     assert OldStandIn.calls == []
 
 
-def gives_up_with_a_lost_rank(errand):
+def gives_up_with_a_lost_rank(errand, may_give_up):
     def lost(*_):
+        may_give_up.wait(HANG_S)
         raise RuntimeError("rank 1 is lost")
 
     peers = SimpleNamespace(world_size=2, _poll_s=0.01, _raise_if_lost=lost)
@@ -204,9 +205,12 @@ def gives_up_with_a_lost_rank(errand):
         Peers.call(peers, errand, "connecting")
 
 
-def gives_up_a_view_of_members(errand):
+def gives_up_a_view_of_members(errand, may_give_up):
+    def is_superseded(view):
+        return may_give_up.wait(HANG_S)
+
     members = SimpleNamespace(group=lambda view, device: errand())
-    views = SimpleNamespace(members=members, device=CUDA, _is_superseded=lambda view: True, _make_session=print)
+    views = SimpleNamespace(members=members, device=CUDA, _is_superseded=is_superseded, _make_session=print)
     assert Views._build(views, None) is None
 
 
@@ -214,10 +218,11 @@ def gives_up_a_view_of_members(errand):
 @pytest.mark.parametrize("others", ["never come", "have come"])
 def test_no_thread_waits_for_ranks_once_the_communicator_is_given_up(nccl, gives_up, others):
     """Only NCCL's own, which ends the communicator when it returns."""
-    may_end, has_aborted, threads = threading.Event(), threading.Event(), []
+    may_give_up, may_end, has_aborted, threads = threading.Event(), threading.Event(), threading.Event(), []
 
     class Waiting(OldStandIn):
         def eager_connect_single_device(self, device):
+            may_give_up.set()
             may_end.wait(HANG_S)
 
         def abort(self):
@@ -225,13 +230,15 @@ def test_no_thread_waits_for_ranks_once_the_communicator_is_given_up(nccl, gives
 
     def connect():
         threads.append(threading.current_thread())
+        if others == "never come":
+            may_give_up.set()
         torch_groups.own_nccl(store, "members", 0, 2, datetime.timedelta(days=1), CUDA)
 
     nccl.setattr(dist, "ProcessGroupNCCL", Waiting)
     store = dist.HashStore()
     if others == "have come":
         store.set("members/here/1", "")
-    gives_up(connect)
+    gives_up(connect, may_give_up)
     threads[0].join(HANG_S)
     assert not threads[0].is_alive()
     may_end.set()
