@@ -35,7 +35,8 @@ c10::Stream take_stream(c10::Device device) {
   const auto found = std::find_if(spare().begin(), spare().end(), is_free);
   const c10::Stream stream =
       found != spare().end() ? *found : c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, kHighPriority);
-  std::erase(spare(), stream);  // torch has few streams, which it hands out in turn: perhaps one that works here
+  // Torch has few streams, which it hands out in turn: perhaps one that works here.
+  spare().erase(std::remove(spare().begin(), spare().end(), stream), spare().end());
   return stream;
 }
 
