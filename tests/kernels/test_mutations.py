@@ -93,6 +93,7 @@ def run_on(monkeypatch):
         compiler.close()
 
 
+@pytest.mark.check
 @pytest.mark.sampled(by=lambda fault: {})
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
 def test_a_fault_is_found(tmp_path, run_on, fault):

@@ -61,6 +61,7 @@ KINDS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", few(KINDS, "int8", "muon", "bf16 parameters"))
 def test_two_ranks_then_three_then_two_have_the_state_that_was_saved(ranks, tmp_path, name):
     kind, update, make = KINDS[name]
