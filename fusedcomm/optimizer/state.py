@@ -81,7 +81,10 @@ def _own_state(
             states = fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
-            is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
+            leaf = leaves[0][2]
+            is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaf.shape
+            if leaf.dim() == 0 and is_of_elements:
+                is_of_elements = first.device == leaf.device  # an accelerator's counts of steps are on the host
             merged[key] = _Pieces(in_memory_order(each[key]) for each in states) if is_of_elements else first
         if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
             merged[MASTER] = _Pieces(in_memory_order(leaf) for _, _, leaf in leaves)
