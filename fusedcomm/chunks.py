@@ -110,20 +110,20 @@ def fitting_memory(config: Config, world_size: int, device_type: str, ranks_per_
 def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
     """Bytes of a chunk on CPU."""
     # If the transport adds, the order of addition depends on the cuts. Every run must cut alike, whatever the link.
-    transport_adds = not config.plan_of_large_buckets(world_size).sums_codes
+    transport_adds = ranks_per_host == 1 and not config.plan_of_large_buckets(world_size).sums_codes
     if world_size > 2 and transport_adds:
         s_per_byte = None
     p = world_size // ranks_per_host
     # A one-shot sends the whole chunk to each other rank; the other sums send each rank one part of it.
-    is_one_shot = ranks_per_host == 1 and config.is_one_shot(world_size)
+    is_one_shot = ranks_per_host == 1 and not transport_adds and config.is_one_shot(world_size)
     num_parts = 1 if is_one_shot else p
     sent, least = _SECONDS / (s_per_byte or _DEFAULT_S_PER_BYTE), _MIN_NBYTES_PER_RANK * num_parts
     if is_one_shot:
         sent *= _LARGER_IF_ONE_SHOT
         least = max(least, _MIN_NBYTES_IF_ONE_SHOT // max(1, p - 1))
-    elif transport_adds and ranks_per_host == 1:
+    elif transport_adds:
         sent, least = sent * _LARGER_IF_ADDED, min(_MIN_NBYTES_PER_RANK_IF_ADDED * num_parts, _UNDER_WAY_NBYTES)
-    elif p > 2 and not transport_adds:
+    elif p > 2:
         sent, least = sent * _LARGER_AMONG_MANY, max(least, _MIN_NBYTES_AMONG_MANY)
     nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
     nbytes = min(max(nbytes, least), _MAX_NBYTES_PER_RANK * num_parts)
