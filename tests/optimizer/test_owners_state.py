@@ -13,7 +13,6 @@ from owners import (
     FP32,
     Net,
     Scaled,
-    bf16_net,
     flat,
     made,
     one_step,
@@ -64,11 +63,15 @@ def leg(rank, world_size, kind, update, make, loaded, saved, first, last):
     return begun, ended
 
 
+def bf16_scaled() -> Net:
+    return Scaled().to(torch.bfloat16)
+
+
 KINDS = {
     "adamw": ("adamw", "fp32", Net),
     "int8": ("adamw", "int8", Net),
     "muon": ("muon", "bf16", Net),
-    "bf16 parameters": ("two groups", "bf16", bf16_net),
+    "bf16 parameters": ("two groups", "bf16", bf16_scaled),
     "sgd": ("sgd", "fp32", Net),
     "channels_last": ("adamw", "fp32", Conv),
     "without dimensions": ("adamw", "fp32", Scaled),
@@ -236,14 +239,15 @@ def test_a_state_from_before_the_first_step_is_what_the_optimizer_begins_with(ra
 
 
 def loads_no_masters(rank, world_size):
-    """What differs between an optimizer that has stepped and a new one, when both have loaded a state without fp32
-    copies, and have stepped then."""
+    """What differs between an optimizer that has stepped and a new one, when both have loaded a plain optimizer's
+    state, in bf16 and without fp32 copies, and have stepped then."""
     run = Run("bf16 parameters")
     for number in range(3):
         run.step(number)
     state, ends = whole(run.optimizer.state_dict()), []
     for values in state["state"].values():
         del values["master"], values["written"]
+        values |= {key: value.bfloat16() for key, value in values.items() if key != "step"}
     other = Run(run.name)
     other.model.load_state_dict(run.model.state_dict())
     for each in (run, other):
