@@ -16,12 +16,17 @@ REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, to
 MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_tensor(kind: str, tensor: object, dtypes: frozenset[torch.dtype]) -> None:
     """Raises ValueError unless it is a dense, contiguous tensor of one of the dtypes."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise ValueError(f"{kind}: a tensor of dtype {tensor.dtype} is not possible: convert it to one of {names}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{kind}: a tensor of layout {tensor.layout} is not possible: use sparse_allreduce_async()")

@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of hvd.init(). A time of 0 means never, except for `timeout_s`. Texts may be empty."""
+    """The settings of hvd.init(). A time of 0 means never, except for the timeouts. Texts may be empty."""
 
     fusion_nbytes: int = 25 << 20
     stall_warning_s: float = 60.0
     stall_shutdown_s: float = 0.0
     timeout_s: float = 30.0
+    change_timeout_s: float = 1800.0
     timeline: str = ""
     mark_cycles: bool = False
     elastic: bool = False
@@ -64,6 +65,7 @@ _VARIABLES: dict[str, tuple[str, Callable]] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", seconds),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", seconds),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("timeout_s", seconds),
+    "HOROVOD_ELASTIC_TIMEOUT": ("change_timeout_s", seconds),
     "HOROVOD_TIMELINE": ("timeline", lambda _, text: text),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", flag),
     "HOROVOD_ELASTIC": ("elastic", flag),

@@ -5,21 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.horovod.checks import OP_NAMES, Sum
+from fusedcomm.horovod.checks import OP_NAMES, Sum, dtype_name
 
-DTYPES = {
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Short": torch.int16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Bool": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_NAME = "noname"
 """Begins the names of operations that were given none."""
 ROWS_MAY_DIFFER = ("allgather", "alltoall")
@@ -29,7 +16,7 @@ ROWS_MAY_DIFFER = ("allgather", "alltoall")
 def described(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """A signature's `tensors`, of an operation of this kind."""
     first = 1 if kind in ROWS_MAY_DIFFER else 0
-    return tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+    return tuple([(dtype_name(each.dtype), tuple(each.shape[first:])) for each in tensors])
 
 
 class Signature(NamedTuple):
@@ -38,7 +25,7 @@ class Signature(NamedTuple):
     kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
     root: in the process set.
     device: the type of the tensors' device.
-    tensors: dtype and shape of each; without the first dimension where that may differ.
+    tensors: dtype's name and shape of each; without the first dimension where that may differ.
     """
 
     kind: str
@@ -61,7 +48,7 @@ class Signature(NamedTuple):
 
     def nbytes(self) -> int:
         """Bytes of all tensors' elements, where their rows are the same on every rank."""
-        return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
+        return sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
 
     @property
     def dtypes(self) -> set[str]:

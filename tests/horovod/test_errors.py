@@ -135,6 +135,50 @@ def test_each_refusal_is_told_and_forgotten(ranks):
     assert ranks.run(refusals, world_size=2) == [0, 0]
 
 
+class Fails:
+    """A compressor whose compress() fails."""
+
+    compress = staticmethod(lambda tensor: 1 // 0)
+    decompress = staticmethod(lambda tensor, context: tensor)
+
+
+def step_with(compression):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), compression=compression, op=hvd.Max)
+    weight.sum().backward()
+    optimizer.step()
+
+
+ONE_SIDED = [
+    lambda wrong: hvd.allreduce(torch.ones(2), compression=hvd.Compression.int8 if wrong else hvd.Compression.none),
+    lambda wrong: hvd.grouped_allreduce([torch.ones(2)], compression=Fails if wrong else hvd.Compression.none),
+    lambda wrong: hvd.reducescatter(torch.ones(2), name="x", compression=Fails if wrong else hvd.Compression.none),
+    lambda wrong: hvd.allreduce(torch.ones(2, dtype=torch.int16 if wrong else torch.int32)),
+    lambda wrong: hvd.broadcast(torch.ones(2, 2).t() if wrong else torch.ones(2, 2), 0, name="x"),
+    lambda wrong: hvd.grouped_allgather([] if wrong else [torch.ones(2)], name="x"),
+    lambda wrong: hvd.reducescatter(torch.ones(2), op=hvd.Max if wrong else hvd.Sum),
+    lambda wrong: hvd.sparse_allreduce_async(torch.ones(2) if wrong else torch.ones(2).to_sparse(), name="x")(),
+    lambda wrong: hvd.broadcast_object(contextlib.suppress if not wrong else os.scandir(), root_rank=1),
+    lambda wrong: hvd.allgather_object([] if not wrong else os.scandir()),
+    lambda wrong: step_with(Fails if wrong else hvd.Compression.none),
+]
+
+
+def one_sided(rank, size):
+    """What each rank is told when rank 1 alone calls an operation wrongly; then it calls it as the others do."""
+    with job(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=str(patient(10))):
+        told = []
+        for call in ONE_SIDED:
+            told.append(raised(call, True) if rank == 1 else raised(call, False))
+            call(False)
+    return told
+
+
+def test_what_one_rank_alone_does_wrong_is_told_to_the_others(ranks):
+    for (kind, said), (_, own) in zip(*ranks.run(one_sided, world_size=2), strict=True):
+        assert kind == "HorovodInternalError" and f"rank 1 cannot take part: {own}" in said, (said, own)
+
+
 def stalls(rank, size):
     """What is logged when rank 1 submits a tensor late, and the error when it never does."""
     logged, handler = [], logging.Handler()

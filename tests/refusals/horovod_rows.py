@@ -174,7 +174,7 @@ DISAGREEMENTS = [
     for call, what, one, other in [
         (differ(hvd.allreduce, (ZEROS, FOUR)), "shape", "[2]", "[4]"),
         (differ(hvd.allreduce, (ZEROS, COLUMN)), "shape", "[2]", "[2, 1]"),
-        (differ(hvd.allreduce, (ZEROS, ZEROS.double())), "dtype", "Float", "Double"),
+        (differ(hvd.allreduce, (ZEROS, ZEROS.double())), "dtype", "float32", "float64"),
         (differ(hvd.allreduce, ZEROS, op=(hvd.Sum, hvd.Min)), "op", "Sum", "Min"),
         (differ(hvd.allreduce, ZEROS, prescale_factor=(1.0, 2.0)), "prescale_factor", "1", "2"),
         (differ(hvd.allreduce, ZEROS, postscale_factor=(1.0, 2.0)), "postscale_factor", "1", "2"),
