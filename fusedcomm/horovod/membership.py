@@ -133,13 +133,9 @@ def _has_come(view: "View") -> bool:
 
     assert _members is not None
     settings = environment.settings()
-    timeout_s = settings.change_timeout_s
-    until_warning_s = min(settings.timeout_s, timeout_s)
     try:
-        return _members.plane.install(view, until_warning_s)
+        return _members.plane.install(view, settings.timeout_s)
     except InstallTimeoutError as error:
-        LOGGER.warning("%s: see what they do. The others wait for them for %g s", error, timeout_s - until_warning_s)
-    try:
-        return _members.plane.install(view, timeout_s - until_warning_s)
-    except InstallTimeoutError as error:
-        raise InstallTimeoutError(f"{error}; HOROVOD_ELASTIC_TIMEOUT={timeout_s:g} sets how long they wait") from None
+        left = f"HOROVOD_ELASTIC_TIMEOUT={settings.change_timeout_s:g} more seconds"
+        LOGGER.warning("%s: see what they do. The others wait for them for %s", error, left)
+    return _members.plane.install(view, settings.change_timeout_s)

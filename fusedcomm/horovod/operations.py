@@ -22,7 +22,6 @@ from fusedcomm.horovod.checks import (
     Average,
     Sum,
     check_group,
-    check_has_rows,
     check_scattered_op,
     check_tensor,
     parse_splits,
@@ -73,9 +72,9 @@ class Kind(NamedTuple):
 
 
 @torch.no_grad()
-def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
+def start(by_set: dict[int, Members], set_id: int, rows: Rows, requests: list[Request]) -> Bucket:
     """Begins the operations of a bucket, at its turn. On an accelerator all of their work is then enqueued."""
-    signature = requests[0].signature
+    members, signature = by_set[set_id], requests[0].signature
     with members.on_stream(signature.device) as stream:
         for request in requests:
             if not request.inputs:
@@ -104,11 +103,8 @@ def told_to_others(call: Call[Any]) -> Iterator[None]:
 
 def checked(call: Call[Any]) -> list[torch.Tensor]:
     """The tensors that it was given. Raises what check_tensor() and check_group() do."""
-    dtypes = KINDS[call.kind].dtypes
-    if call.is_group:
-        return check_group(call.kind, call.given, dtypes)
-    check_tensor(call.kind, call.given, dtypes)
-    return [call.given]
+    about = call.kind, call.given, KINDS[call.kind].dtypes, KINDS[call.kind].has_rows
+    return check_group(*about) if call.is_group else [check_tensor(*about)]
 
 
 def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> Request:
@@ -119,9 +115,6 @@ def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> 
     members, rows, root = found.members[set_id], (), 0
     with told_to_others(call):
         tensors = checked(call)
-        if about.has_rows:
-            for tensor in tensors:
-                check_has_rows(call.kind, tensor)
         if "root_rank" in how:
             root = root_in_set(call.process_set, how["root_rank"])
         if call.kind == "reducescatter":

@@ -41,25 +41,16 @@ class Signature(NamedTuple):
     def key(self) -> str:
         return f"{self.kind}.{self.name}"
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether ranks may give tensors that differ in their first dimension."""
-        return self.kind in ROWS_MAY_DIFFER
-
     def nbytes(self) -> int:
         """Bytes of all tensors' elements, where their rows are the same on every rank."""
         return sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
 
-    @property
-    def dtypes(self) -> set[str]:
-        """Those of its tensors."""
-        return {dtype for dtype, _ in self.tensors}
-
     def fuses(self) -> tuple | None:
         """Operations with the same value may share a bucket; with None they share none."""
-        if self.kind != "allreduce" or len(self.dtypes) != 1:
+        dtypes = {dtype for dtype, _ in self.tensors}
+        if self.kind != "allreduce" or len(dtypes) != 1:
             return None
-        return self.op, self.prescale, self.postscale, self.device, *self.dtypes
+        return self.op, self.prescale, self.postscale, self.device, *dtypes
 
     @staticmethod
     def read(fields: list) -> "Signature":
@@ -89,7 +80,7 @@ def mismatch(one: Said, other: Said) -> str:
         ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
         ("device", a.device, b.device),
     ]
-    shape = "shape past the first dimension" if a.has_rows else "shape"
+    shape = "shape past the first dimension" if a.kind in ROWS_MAY_DIFFER else "shape"
     shapes = zip(a.shapes(rows_a), b.shapes(rows_b), strict=False)
     for i, (in_a, in_b, whole) in enumerate(zip(a.tensors, b.tensors, shapes, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""

@@ -316,8 +316,10 @@ void Order::emit() {
     }
     if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) issue(set, std::move(buckets));
   }
-  if (is_watching_ || !negotiator_->may_stall()) return;
-  is_watching_ = true;
+  if (is_watching_) return;
+  const Negotiator::Stalls stalls = negotiator_->look_for_stalls();
+  if (!stalls.next && stalls.fatal.empty()) return;
+  is_watching_ = true;  // the batch thread does from here on
   std::lock_guard<std::mutex> lock(mutex_);
   ring();
 }
