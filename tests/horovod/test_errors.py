@@ -51,43 +51,32 @@ def test_a_rank_that_is_killed_is_named_to_the_others(ranks):
         assert how == "value" and told[0] == "HorovodInternalError" and "rank 1" in told[1], told
 
 
-def with_a_silent_rank(rank, size):
-    """Whether the order has ended with nothing left behind, after each rank has given up by itself."""
-    hvd.init()
-    hvd.barrier()
-    found = world().order
-    found.fail("a rank is silent")
-    has_ended = found.shutdown()
-    hvd.shutdown()
-    return has_ended
-
-
-def test_ranks_that_have_given_up_end_together(ranks):
-    assert ranks.run(with_a_silent_rank, world_size=3) == [True] * 3
-
-
-def with_a_stopped_rank(rank, size):
-    """As with_a_silent_rank(), but rank 2 is stopped meanwhile, and its connections stay open."""
+def with_a_silent_rank(rank, size, stops):
+    """Whether the order has ended with nothing left behind, after each rank has given up by itself. stops: rank 2 is
+    stopped meanwhile, and its connections stay open."""
     hvd.init()
     pids = hvd.allgather_object(os.getpid())
-    if rank == 2:
+    found, store = world().order, world().store
+    if stops and rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-        hvd.shutdown()
-        return True
-    with open(f"/proc/{pids[2]}/stat") as stat:
-        while stat.read().rpartition(")")[2].split()[0] != "T":
-            stat.seek(0)
-    found = world().order
+    elif stops:
+        with open(f"/proc/{pids[2]}/stat") as stat:
+            while stat.read().rpartition(")")[2].split()[0] != "T":
+                stat.seek(0)
     found.fail("a rank is silent")
     has_ended = found.shutdown()
     hvd.shutdown()
-    if rank == 0:
+    if rank == 1:
+        store.set("rank 1 has ended", "1")
+    elif stops and rank == 0:
+        store.wait(["rank 1 has ended"])
         os.kill(pids[2], signal.SIGCONT)
     return has_ended
 
 
-def test_ranks_that_have_given_up_a_stopped_one_end(ranks):
-    assert ranks.run(with_a_stopped_rank, world_size=3) == [True] * 3
+@pytest.mark.parametrize("stops", [False, True])
+def test_ranks_that_have_given_up_end_although_one_is_stopped(ranks, stops):
+    assert ranks.run(with_a_silent_rank, stops, world_size=3) == [True] * 3
 
 
 def with_a_broken_comparison(rank, size):
@@ -158,6 +147,7 @@ ONE_SIDED = [
     lambda wrong: hvd.grouped_allgather([] if wrong else [torch.ones(2)], name="x"),
     lambda wrong: hvd.reducescatter(torch.ones(2), op=hvd.Max if wrong else hvd.Sum),
     lambda wrong: hvd.sparse_allreduce_async(torch.ones(2) if wrong else torch.ones(2).to_sparse(), name="x")(),
+    lambda wrong: hvd.alltoall(torch.zeros(2), [-1, -1] if wrong else [1, 1]),
     lambda wrong: hvd.broadcast_object(contextlib.suppress if not wrong else os.scandir(), root_rank=1),
     lambda wrong: hvd.allgather_object([] if not wrong else os.scandir()),
     lambda wrong: step_with(Fails if wrong else hvd.Compression.none),

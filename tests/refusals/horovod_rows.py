@@ -185,7 +185,6 @@ DISAGREEMENTS = [
         (differ(hvd.reducescatter, (ZEROS, FOUR)), "shape", "[2]", "[4]"),
     ]
 ]
-SPLITS = in_job(lambda rank: hvd.alltoall(torch.zeros(3), [-1, -1, -1] if rank == 1 else [1, 1, 1]))
 
 # ---- compressions
 
@@ -339,7 +338,6 @@ OF_TWO = [
     (in_job(adds), f"{INTERNAL} the ranks do not have the same parameters: ... rank 0 has 2 and rank 1 has 3"),
 ]
 OF_THREE = [
-    (SPLITS, "HorovodInternalError: / ValueError: ... splits=[-1, -1, -1] are not possible for 3 rows and 3 ranks"),
     (wrong_on_rank_1, "ValueError: hvd.init(): rank 1 cannot start: HOROVOD_FUSION_THRESHOLD='64M' ... whole number"),
 ]
 ALONE = [
