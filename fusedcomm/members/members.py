@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fusedcomm import env, log
 from fusedcomm.config import check
 from fusedcomm.members.plane import addresses
-from fusedcomm.members.plane.control import ControlPlane, new_uid
+from fusedcomm.members.plane.control import ControlPlane
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
@@ -126,7 +126,7 @@ class Members(Sealed):
             "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, silence_s=silence, host=own_host)
+        self.plane = ControlPlane(uuid.uuid4().hex, info, min_ranks=min_ranks, silence_s=silence, host=own_host)
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
         self.carried: dict[str, Any] = {}

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import uuid
 import weakref
 
 from fusedcomm.members.errors import InstallTimeoutError, JoinRefusedError
@@ -11,11 +10,6 @@ from fusedcomm.members.plane.barrier import StepBarrier
 from fusedcomm.members.plane.control_thread import ControlThread, Hooks
 from fusedcomm.members.plane.listener import listen
 from fusedcomm.members.plane.view import Decision, Member, View
-
-
-def new_uid() -> str:
-    """A text that no other process has."""
-    return uuid.uuid4().hex
 
 
 class ControlPlane:
@@ -30,7 +24,7 @@ class ControlPlane:
     and after a decision `install(view)` until it is True, and `barrier.install(view)`.
 
     Args:
-        uid: new_uid(), or any text that no other process has.
+        uid: a text that no other process has.
         info: JSON that the others see in this process's Member. Its text has less than a megabyte.
         min_ranks: fewer members than this stop with TooFewRanksError.
         silence_s: seconds without a word after which a member is silent.
