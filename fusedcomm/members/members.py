@@ -5,7 +5,7 @@ import datetime
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,8 +118,8 @@ class Members(Sealed):
             self._file.note([], "")  # fails now, before a port is open, if it will
         cpu, world = torch.device("cpu"), dist.group.WORLD
         timeout = dist.default_pg_timeout if join is not None else groups.group_timeout(world, cpu)
-        near = addresses.split(join.split(",")[0]) if join is not None else bounded_store.store_address(world)
-        own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
+        near = [bounded_store.store_address(world)] if join is None else map(addresses.split, join.split(","))
+        own_host = numeric_host(host) if host is not None else _address_towards(filter(None, near))
         self._store: dist.TCPStore | None = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
@@ -393,6 +393,15 @@ class Members(Sealed):
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(of_rank["member"]) for of_rank in told), 0))
+
+
+def _address_towards(near: Iterable[tuple[str, int]]) -> str:
+    """This process's address on the way to the first of these places to which there is one: the name of a member that
+    is lost may be gone. Its host's own address if there is none."""
+    for place in near:
+        with contextlib.suppress(OSError):
+            return own_address.towards(*place)
+    return numeric_host(None)
 
 
 def _init_process_group() -> None:
