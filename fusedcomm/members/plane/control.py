@@ -115,11 +115,11 @@ class ControlPlane:
     def recover(self) -> Decision:
         """Waits for the next view. Raises MinorityError, TooFewRanksError or ExpelledError."""
         wanted = self.barrier.wanted()
-        self._network.call(lambda: self._thread.set_wants(wanted))
+        self._network.call(lambda: self._thread.agreement.set_wants(wanted))
         try:
             return self._named(self.barrier.recover())
         finally:
-            self._network.call(lambda: self._thread.set_wants(-1))
+            self._network.call(lambda: self._thread.agreement.set_wants(-1))
 
     def _named(self, decision: Decision) -> Decision:
         """The same decision, once this process goes by the name that it has there."""
@@ -131,7 +131,7 @@ class ControlPlane:
         """This process can run in the view. Waits until all its members can: True. False: the view has been superseded,
         so call recover(). Raises InstallTimeoutError that names the members which cannot yet; call it again to wait
         longer."""
-        self._network.call(lambda: self._thread.set_ready(view.number))
+        self._network.call(lambda: self._thread.agreement.set_ready(view.number))
         try:
             return self.barrier.wait_active(view.number, timeout_s)
         except InstallTimeoutError as error:
