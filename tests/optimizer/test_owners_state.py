@@ -13,7 +13,6 @@ from owners import (
     FP32,
     Net,
     Scaled,
-    bf16_net,
     flat,
     made,
     one_step,
@@ -64,14 +63,19 @@ def leg(rank, world_size, kind, update, make, loaded, saved, first, last):
     return begun, ended
 
 
+def bf16_scaled() -> Net:
+    return Scaled().to(torch.bfloat16)
+
+
 KINDS = {
     "adamw": ("adamw", "fp32", Net),
     "int8": ("adamw", "int8", Net),
     "muon": ("muon", "bf16", Net),
-    "bf16 parameters": ("two groups", "bf16", bf16_net),
+    "bf16 parameters": ("two groups", "bf16", bf16_scaled),
     "sgd": ("sgd", "fp32", Net),
     "channels_last": ("adamw", "fp32", Conv),
     "without dimensions": ("adamw", "fp32", Scaled),
+    **{kind.__name__: (kind, "fp32", Net) for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop)},
 }
 
 
@@ -223,15 +227,27 @@ def test_it_has_them_with_a_parameter_without_dimensions_and_through_a_plain_opt
     assert ranks.run(beside_an_interrupted_run, "without dimensions", actions, "", world_size=2) == [[], []]
 
 
+def saved_at_first(rank, world_size, names):
+    return {
+        name: beside_an_interrupted_run(rank, world_size, name, [into_new_ones, "step", "step"], "") for name in names
+    }
+
+
+def test_a_state_from_before_the_first_step_is_what_the_optimizer_begins_with(ranks):
+    names = ["NAdam", "ASGD", "Rprop", "sgd"]
+    assert ranks.run(saved_at_first, names, world_size=2) == [{name: [] for name in names}] * 2
+
+
 def loads_no_masters(rank, world_size):
-    """What differs between an optimizer that has stepped and a new one, when both have loaded a state without fp32
-    copies, and have stepped then."""
+    """What differs between an optimizer that has stepped and a new one, when both have loaded a plain optimizer's
+    state, in bf16 and without fp32 copies, and have stepped then."""
     run = Run("bf16 parameters")
     for number in range(3):
         run.step(number)
     state, ends = whole(run.optimizer.state_dict()), []
     for values in state["state"].values():
         del values["master"], values["written"]
+        values |= {key: value.bfloat16() for key, value in values.items() if key != "step"}
     other = Run(run.name)
     other.model.load_state_dict(run.model.state_dict())
     for each in (run, other):
