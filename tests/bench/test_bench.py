@@ -60,6 +60,7 @@ SCRIPTS = {
     "codec": "--quick --no-compile --wires bf16 int4",
     "ddp_step": "--quick --model resnet",
     "fsdp": "--quick",
+    "horovod": "--quick",
     "scale": "--quick --ways ddp fsdp members",
     "local_speed": f"{SMALL} --wires int4",
     "local_speed of windows": f"{SMALL} --wires int4 --window 0.5s --device-ms 10 --turn-s 1",
