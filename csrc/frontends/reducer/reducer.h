@@ -319,6 +319,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Buckets buckets_;
   std::vector<size_t> bucket_of_;  // by parameter; kNoBucket for a frozen one
   bool must_agree_on_order_ = false;
+  bool must_compare_ = false;  // whether trained_ is new, so that other ranks' buckets may have other sizes
   ArrivalOrder arrival_order_;
   bool wants_new_order_ = false;  // whether this rank, 0, asks for buckets of its new order
   bool has_said_new_order_ = false;
