@@ -26,6 +26,7 @@ from lib.rank import gathered
 from lib.ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 
+import fusedcomm.horovod as hvd
 from fusedcomm.ranks import groups
 
 # Checked steps of each way, with known gradients.
@@ -83,18 +84,17 @@ class Runner:
         if way is not None:
             for own, shared in zip(self.task.parameters(), model.parameters(), strict=True):
                 own.data = shared.data  # all ways train one set of weights
-        self.module, self.optimizer, self.held = self.make(way, self.task, optimizer, group)
+        self.module, self.optimizer, self.held = self.task, OPTIMIZERS[optimizer](self.task.parameters()), None
+        if way is not None:
+            self.module, self.optimizer, self.held = way.wrap(self.task, self.optimizer, group)
+        self.means: list[Tensor] = []
+        """What synchronize_alone() has found."""
         self.step_s: list[float] = []
         self.sync_s: list[float] = []
         self.sent_nbytes: list[float] = []
         self.busy_ticks = self.all_ticks = 0
         """Ticks of all cores of this rank's machine, during timed steps."""
         self.error = 0.0
-
-    def make(self, way: Way | None, task: Task, optimizer: str, group: dist.ProcessGroup | None) -> tuple:
-        """The module to call, its optimizer, and what is to be kept as long as they."""
-        module, held = (task, None) if way is None else way.wrap(task, group)
-        return module, OPTIMIZERS[optimizer](task.parameters()), held
 
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
         """Seconds of a step: forward, backward with its synchronization, optimizer."""
@@ -108,6 +108,18 @@ class Runner:
     def backward_alone(self, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.zero_grad()
         self.module(batch).backward()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Ends a backward pass after which the optimizer does not step. Keeps the means."""
+        own = getattr(self.optimizer, "synchronize", None)  # hvd's waits for the means before its steps
+        if own is not None:
+            own()
+        self.means = [parameter.grad for parameter in self.task.parameters()]
+        if own is not None:
+            self.optimizer.zero_grad()
+            with self.optimizer.skip_synchronize():
+                self.optimizer.step()  # with no gradients: it only ends hvd's step
 
     def tune(self, batch: tuple[Tensor, Tensor]) -> str:
         """Trains until "auto" has chosen, and returns its report; empty for a way that does not choose."""
@@ -121,6 +133,8 @@ class Runner:
         self.optimizer.zero_grad()
         begin = time.perf_counter()
         self.module(None, gradients).backward()
+        self._synchronize()
+        wait_for(gradients[0])
         return time.perf_counter() - begin
 
     def count_ticks(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
@@ -128,12 +142,11 @@ class Runner:
             self.busy_ticks += after[0] - before[0]
             self.all_ticks += after[1] - before[1]
 
-    def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.module.parameters()]
-
     def close(self) -> None:
         self.optimizer.zero_grad()
-        if hasattr(self.held, "detach"):
+        if self.way is not None and self.way.members:
+            self.held.runs.members.leave()
+        elif hasattr(self.held, "detach"):
             self.held.detach()
 
 
@@ -167,7 +180,7 @@ class Known:
 
     def error_of(self, gradients: list[Tensor]) -> float:
         """‖gradients − mean‖ / ‖mean‖."""
-        pairs = list(zip(gradients, self.mean, strict=True))
+        pairs = list(zip((gradient.cpu() for gradient in gradients), self.mean, strict=True))
         difference = sum((gradient.double() - mean).square().sum() for gradient, mean in pairs)
         return (difference / sum(mean.double().square().sum() for mean in self.mean)).sqrt().item()
 
@@ -204,9 +217,15 @@ class Bench:
     """Makes, checks and times every way on this rank. Rank 0 writes the results to the JSON file `results`."""
 
     def __init__(self, arguments: argparse.Namespace, results: str) -> None:
-        self.arguments = arguments
+        self.arguments, self.device = arguments, torch.device("cpu")
+        if arguments.device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+            if "NCCL_SOCKET_IFNAME" in os.environ:  # see --device in ddp_step.py
+                os.environ["NCCL_HOSTID"] = f"fusedcomm-{os.environ['RANK']}"
         # Ways have their own process groups, so a way that fails does not break this one.
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.timeout + 60))
+        backends = "cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo"
+        dist.init_process_group(backends, timeout=datetime.timedelta(seconds=arguments.timeout + 60))
         self.is_first = dist.get_rank() == 0
         self.report = Report(results if self.is_first else None)
         self.model = make_model(arguments.model, int(arguments.params), arguments.size)
@@ -214,6 +233,7 @@ class Bench:
         self.case = f"{arguments.model}/{os.environ.get('FUSEDCOMM_BENCH_LINK', 'loopback')}"
         self.counter = WireCounter()
         self.known: dict[int | None, Known] = {}
+        self.model.to(self.device)
         self.batch = self._make_batch(arguments.batch)
         self.compute = Runner(None, self.model, arguments.optimizer, None)
         for _ in range(3):
@@ -235,7 +255,8 @@ class Bench:
         self.report.write()
 
     def _make_batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        return self.model.batch(samples, torch.Generator().manual_seed(dist.get_rank()))
+        inputs, targets = self.model.batch(samples, torch.Generator().manual_seed(dist.get_rank()))
+        return inputs.to(self.device), targets.to(self.device)
 
     def _fitting_batch(self, wanted_s: float) -> int:
         """The number of samples whose step without synchronization takes `wanted_s`, from steps with more and more
@@ -282,11 +303,11 @@ class Bench:
         problems = []
         for index in range(3, 3 + NUM_CHECKS):
             runner.synchronize_alone(known.own)
-            error = known.error_of(runner.gradients())
+            error = known.error_of(runner.means)
             runner.error = worst([runner.error, error])
             if not error <= runner.way.tolerance:
                 problems.append(f"step {index}: the relative error {error:.2e} exceeds {runner.way.tolerance:.0e}")
-            digests = gathered(digest(runner.gradients()))
+            digests = gathered(digest(runner.means))
             if len(set(digests)) > 1:
                 problems.append(f"step {index}: the ranks have different gradients")
         return "; ".join(problems)
@@ -295,6 +316,7 @@ class Bench:
         rank = runner.way.max_rank
         if rank not in self.known:
             self.known[rank] = Known(self.model, rank)
+            self.known[rank].own = [gradient.to(self.device) for gradient in self.known[rank].own]
         return self.known[rank]
 
     def missing(self, impl: str, reason: object, failed: bool = True) -> None:
@@ -319,6 +341,7 @@ class Bench:
             if also_sync and runner.way is not None:
                 sync_s = runner.synchronize_alone(self.known_of(runner).own)
             runner.optimizer.zero_grad()
+            runner.means = []
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         everyone = gathered((reason, steps_s, sync_s, sent))
@@ -352,9 +375,8 @@ class Bench:
         return chosen
 
     def with_best_cap(self, way: Way) -> Way:
-        """The way with its best bucket size. DDP's default, ways that choose and ways with a fixed size keep theirs."""
-        is_given = way.cap_mb is not None or way.chooses or way.name == DEFAULT
-        return way if is_given else with_cap(way, self.search_cap(way))
+        """The way with its best bucket size. DDP's default and ways that have but one size keep theirs."""
+        return way if way.has_one_size or way.name == DEFAULT else with_cap(way, self.search_cap(way))
 
     def run(self) -> None:
         arguments, ways = self.arguments, ways_by_name()
@@ -425,7 +447,7 @@ def wait_for(tensor: Tensor) -> None:
 def digest(tensors: list[Tensor]) -> str:
     hashed = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        hashed.update(tensor.detach().contiguous().numpy())
+        hashed.update(tensor.detach().cpu().contiguous().numpy())
     return hashed.hexdigest()
 
 
@@ -437,6 +459,10 @@ def main() -> None:
         warnings.simplefilter("ignore")  # the quantization hooks' observers warn in every step
         bench = Bench(argparse.Namespace(**json.loads(arguments)), results)
         bench.run()
+        faulthandler.cancel_dump_traceback_later()
+    if hvd.is_initialized():
+        dist.barrier()
+        hvd.shutdown()
     groups.end_together()
 
 

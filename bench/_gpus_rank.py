@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hook_overhead import Impl, synchronize
-from hook_overhead import noop_hook as noop_in_python
+from _hook_rank import Impl, synchronize
+from _hook_rank import noop_hook as noop_in_python
 from lib import noop_hook
 from lib.common import Report, in_turn, make_row
 from lib.gpu_timeline import events_of, figures_of

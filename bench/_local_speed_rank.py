@@ -136,7 +136,7 @@ def measure_windows(settings: dict, characters: Characters) -> dict:
         alone_speed, speed = alone.steps_a_second(seconds), timed.steps_a_second(seconds)
         ratios.append(speed / alone_speed)
         speeds.append(speed)
-    merges, waited_s, sent = comm.progress.merges, comm.stats().waited_ms * 1e-3, comm.stats().sent_nbytes
+    merges, waited_s, sent = comm.merges.num_begun, comm.stats().waited_ms * 1e-3, comm.stats().sent_nbytes
     comm.finish()
     loss, steps = timed.held_out(characters), gathered(timed.num_steps)
     every = round(min(steps) / merges)

@@ -14,7 +14,8 @@ The time of a step is the slowest rank's. The ranks' allocator keeps freed memor
 "ddp default" is DDP with its default options. "ddp tuned" and all other ways have gradient_as_bucket_view=True, which
 saves a copy, and the best of several bucket sizes, which is searched first. But "auto" has DDP's own size, and
 ways that cannot run with several buckets have one. "fusedcomm reducer" is fusedcomm.GradReducer in DDP's place, with
-the best bucket size, too.
+the best bucket size, too. "fusedcomm members" is that among ranks that may come and go, with the reducer's own bucket
+size, and "hvd" is fusedcomm.horovod's DistributedOptimizer with that compression, with Horovod's.
 
 Before that, each way is checked with gradients that are known on every rank, in three steps: the result must be as near
 to their exact mean as the wire allows, and have the same bits on every rank.
@@ -34,6 +35,8 @@ The columns of the printed table, which bench/results/steps.md explains, too:
 Not measured: DDP over MPI or UCC, because torch's wheels have neither backend, and mpi4py does not add one; Horovod,
 because its last release, 0.28.1, compiles as C++14, which the headers of torch 2.13 refuse.
 
+With --device cuda the steps run over NCCL; ranks that have no GPU of their own share one.
+
 Needs 1 GiB of memory for each rank with 10 million parameters; root, ip, tc and taskset with --hosts. Half an hour,
 a few minutes with --quick.
 """
@@ -41,12 +44,11 @@ a few minutes with --quick.
 import argparse
 import dataclasses
 import itertools
-import json
+import os
 import statistics
-import tempfile
-from pathlib import Path
 
 import hosts
+import torch
 import torch.distributed as dist
 from _steps_report import Result, case_table
 from lib.common import Report, Row, run_command, with_ratios
@@ -83,33 +85,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed steps in each turn (3)")
     parser.add_argument("--repeat", type=int, default=1, help="times to run all this, each in new processes (1)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
     parser.add_argument("--quick", action="store_true", help="defaults of 1e6 parameters, two rounds, no search")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: the times mean nothing")
     parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     if parser.parse_args().quick:
         parser.set_defaults(params=1e6, rounds=2, steps=2, caps=[])
     arguments = parser.parse_args()
+    if arguments.dry_run:
+        arguments.device, arguments.params, arguments.rounds, arguments.steps = "cpu", 1e5, 2, 2
+        arguments.size, arguments.batch = min(arguments.size, 16), min(arguments.batch, 8)
     hosts.complete(parser, arguments, link=["1gbit"], congestion=CONGESTION, subnet=None)
     for name, least in (("params", 1), ("size", 1), ("batch", 1), ("rounds", 1), ("steps", 1), ("repeat", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no CUDA GPU here")
+        if arguments.ranks_per_host > torch.cuda.device_count():
+            # Each rank sets NCCL_HOSTID: NCCL takes the ranks to be on different hosts, and lets them share a GPU.
+            os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     return arguments
-
-
-def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Path) -> int:
-    """Runs the ranks, which write to `results`, in their own processes. Returns the exit status."""
-    worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
-    worker.append(json.dumps({**vars(arguments), "model": model}))
-    return hosts.run_ranks(arguments, worker, link, arguments.subnet, arguments.congestion)
 
 
 def measure(arguments: argparse.Namespace, link: str, model: str, report: Report) -> None:
     case = f"{model}/{link}"
     runs = []
     for number in range(1, arguments.repeat + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            results = Path(folder) / "results.json"
-            status = run_ranks(arguments, link, model, results)
-            found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
+        settings = {**vars(arguments), "model": model}
+        status, found = hosts.found_by_ranks(arguments, "_ddp_step_rank.py", link, settings)
+        found = found or {"rows": [], "not_measured": []}
         report.not_measured += [entry for entry in found["not_measured"] if entry not in report.not_measured]
         if status:
             at = f", at {found['at']}" if "at" in found else ""

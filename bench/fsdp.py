@@ -26,16 +26,12 @@ Needs 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A fe
 """
 
 import argparse
-import json
 import statistics
-import tempfile
-from pathlib import Path
 
 import hosts
 from _fsdp_loss_rank import EXACT
 from _fsdp_rank import GATHER, PLAIN, WAYS
 from lib.common import Report, Row, env, print_table, run_command, with_ratios, write_document
-from lib.namespaces import CONGESTION
 
 
 def parse() -> argparse.Namespace:
@@ -66,12 +62,8 @@ def parse() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, link: str, report: Report) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        worker = [str(Path(__file__).with_name("_fsdp_rank.py")), str(results)]
-        worker.append(json.dumps({**vars(arguments), "case": link}))
-        status = hosts.run_ranks(arguments, worker, link, arguments.subnet, CONGESTION)
-        rows = [Row(**row) for row in json.loads(results.read_text())] if results.exists() else []
+    status, found = hosts.found_by_ranks(arguments, "_fsdp_rank.py", link, {**vars(arguments), "case": link})
+    rows = [Row(**row) for row in found or []]
     if status:
         report.missing(link, "all" if not rows else "the rest", f"the ranks ended with exit status {status}")
     report.add(with_ratios(rows, [PLAIN]))

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lib.namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_network, problem
 
@@ -276,28 +276,33 @@ def measuring(script: str, arguments: argparse.Namespace) -> Iterator[tuple["Rep
         raise SystemExit(f"{script}: {error}") from None
 
 
-def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str, *of_hosts: str | None) -> int:
-    """Runs `worker`, a script and its arguments, as every rank. `of_hosts`: make()'s arguments after the link.
-    Returns the exit status."""
+def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str) -> int:
+    """Runs `worker`, a script and its arguments, as every rank. Returns the exit status."""
     if arguments.hosts:
-        with make(arguments.hosts, link, *of_hosts) as cluster:
+        congestion = getattr(arguments, "congestion", CONGESTION)
+        with make(arguments.hosts, link, arguments.subnet, congestion) as cluster:
             return cluster.torchrun(worker, arguments.ranks_per_host)
     ranks = f"--nproc-per-node={arguments.ranks_per_host}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
 
 
-def rows_of_ranks(arguments: argparse.Namespace, script: str, link: str, settings: dict) -> list[dict]:
-    """Runs `script`, a file of bench/, as every rank; its arguments are a path and `settings` as JSON. Returns the rows
-    that rank 0 wrote to the path, also if the ranks have failed then."""
+def found_by_ranks(arguments: argparse.Namespace, script: str, link: str, settings: dict) -> tuple[int, Any]:
+    """Runs `script`, a file of bench/, as every rank; its arguments are a path and `settings` as JSON. Returns the exit
+    status, and what rank 0 wrote to the path, also if the ranks have failed then; None if it wrote nothing."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         worker = [str(Path(__file__).with_name(script)), str(results), json.dumps(settings)]
-        status = run_ranks(arguments, worker, link, arguments.subnet, CONGESTION)
-        rows = json.loads(results.read_text()) if results.exists() else []
+        status = run_ranks(arguments, worker, link)
+        return status, json.loads(results.read_text()) if results.exists() else None
+
+
+def rows_of_ranks(arguments: argparse.Namespace, script: str, link: str, settings: dict) -> list[dict]:
+    """As found_by_ranks(), of ranks that write a list of rows. Prints a status that is not 0."""
+    status, rows = found_by_ranks(arguments, script, link, settings)
     if status:
         print(f"{link}: the ranks ended with exit status {status}")
-    return rows
+    return rows or []
 
 
 # ---- the command

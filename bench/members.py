@@ -1,20 +1,15 @@
-"""What do ranks that come and go cost, and how fast is a loss over?
+"""How fast is a loss over, where ranks come and go? bench/ddp_step.py has steps of members of whom none is lost.
 
-    python bench/members.py                       # both parts
-    python bench/members.py --parts kill --torchft FOLDER
+    python bench/members.py
+    python bench/members.py --torchft FOLDER
 
-Real processes of this machine, over gloo. Parts:
+Real processes of this machine, over gloo. A rank that trains is killed by SIGKILL, any one, at a random moment. From
+then to the end of the first step of the smaller group on the last survivor; and the backward passes of survivors that
+were thrown away. The ways: Members; fusedcomm.horovod.elastic under `fusedcomm run --elastic`, with a commit in each
+step, and in every tenth; torchft, if it is installed, or is in the folder --torchft (pip install --target FOLDER
+torchft opentelemetry-sdk opentelemetry-exporter-otlp-proto-http): a replica group for each rank.
 
-    cost  nobody is lost: steps of a reducer with Members and of two without, whose sum is the same, in turn, in the
-          same processes. A step is a backward pass that computes next to nothing, and the optimizer. The second reducer
-          without members tells what differs by chance. "kept" is what is kept between steps: codes and means
-    kill  a rank that trains is killed by SIGKILL, any one, at a random moment. From then to the end of the first step
-          of the smaller group on the last survivor; and the backward passes of survivors that were thrown away. The
-          ways: Members; fusedcomm.horovod.elastic under `fusedcomm run --elastic`, with a commit in each step, and in
-          every tenth; torchft, if it is installed, or is in the folder --torchft (pip install --target FOLDER torchft
-          opentelemetry-sdk opentelemetry-exporter-otlp-proto-http): a replica group for each rank
-
-Parameters are compared, in all bits, between ranks after every step of `kill`.
+Parameters are compared, in all bits, between ranks after every step.
 
 Needs half a GiB of memory for each rank; ten minutes, one minute with --quick.
 """
@@ -29,14 +24,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import _members_cost
 from lib.common import Report, Row, run_command
 from lib.job import Job, JobError
 
-from fusedcomm.tools import local_ranks
-
-PARTS = ("cost", "kill")
-WIRES = ("fp32", "int8", "bf16")
 MEMBERS, HOROVOD, HOROVOD_10, TORCHFT = "members", "horovod elastic", "horovod elastic, commits 1 in 10", "torchft"
 KILL_WAYS = {MEMBERS: ("members", 1), HOROVOD: ("horovod", 1), HOROVOD_10: ("horovod", 10), TORCHFT: ("torchft", 1)}
 """By name: the way of _members_rank.py, and steps from one commit to the next."""
@@ -49,52 +39,22 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (both)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks at the beginning, 3 or more (4)")
-    parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="of cost (all)")
-    parser.add_argument("--mib", type=float, default=25, help="fp32 gradients of cost (25)")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each way of cost (40)")
-    parser.add_argument("--ways", nargs="+", choices=KILL_WAYS, default=list(KILL_WAYS), help="of kill (all)")
+    parser.add_argument("--ways", nargs="+", choices=KILL_WAYS, default=list(KILL_WAYS), help="(all)")
     parser.add_argument("--kills", type=int, default=4, help="of each way (4)")
-    parser.add_argument("--kill-params", type=float, default=1e6, help="elements of the model of kill (1e6)")
-    parser.add_argument("--compute-ms", type=float, default=50, help="that a step of kill sleeps (50)")
+    parser.add_argument("--kill-params", type=float, default=1e6, help="elements of the model (1e6)")
+    parser.add_argument("--compute-ms", type=float, default=50, help="that a step sleeps (50)")
     parser.add_argument("--torchft", metavar="FOLDER", default="", help="where it is installed")
     parser.add_argument("--timeout", type=float, default=120, help="seconds of silence that are an error (120)")
-    parser.add_argument("--quick", action="store_true", help="few rounds and kills: the figures mean little")
+    parser.add_argument("--quick", action="store_true", help="one way and one kill: the figures mean little")
     parser.add_argument("--json", metavar="PATH", help="write results there as soon as they are known")
     if parser.parse_args().quick:
-        parser.set_defaults(mib=1, rounds=4, wires=["int8"], ways=[MEMBERS], kills=1)
+        parser.set_defaults(ways=[MEMBERS], kills=1)
     arguments = parser.parse_args()
-    for name, least in (("ranks", 3), ("rounds", 1), ("kills", 1)):
+    for name, least in (("ranks", 3), ("kills", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
     return arguments
-
-
-# ---- cost
-
-
-def cost(arguments: argparse.Namespace, report: Report) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.found = str(Path(folder) / "rows.json")
-        status = local_ranks.run("members.py", arguments.ranks, _members_cost.measure, arguments)
-        rows = json.loads(Path(arguments.found).read_text())["rows"]
-    del arguments.found
-    report.add([Row(**row) for row in rows])
-    for row in rows:
-        figures = row["figures"]
-        print(
-            f"{row['case']} {row['impl']:14}: step {row['median_s'] * 1e3:6.1f} ms, x {figures['step_ratio']:.3f} "
-            f"(pairs {figures['paired_ratio']:.3f}), cores {figures['cores_s'] * 1e3:6.1f} ms, sent "
-            f"{figures['sent_nbytes'] / 1e6:.3f} MB (sockets {figures['socket_nbytes'] / 1e6:.3f}), kept "
-            f"{figures['kept_nbytes'] / 2**20:.1f} MiB",
-            flush=True,
-        )
-    if status:
-        report.missing("cost", "the rest", f"the ranks ended with exit status {status}")
-
-
-# ---- kill
 
 
 def start_ranks(job: Job, way: str, options: dict, torchft: str) -> None:
@@ -214,9 +174,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "torchft")}
     report = Report(arguments.json, settings=settings, load_at_begin=os.getloadavg())
     report.env.update(threads=1, ranks=arguments.ranks)
-    for name, part in (("cost", cost), ("kill", kills)):
-        if name in arguments.parts:
-            part(arguments, report)
+    kills(arguments, report)
     report.finish()
 
 

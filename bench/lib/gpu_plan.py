@@ -53,7 +53,7 @@ PLAN = (
     Planned("kernels", 1, 100),
     Planned("hooks", 1, 75),
     Planned("hooks-2-ranks", 2, 45),
-    Planned("horovod", 2, 110),
+    Planned("steps", 2, 110),
     Planned("tests-hooks", 2, 180, in_dry_run=False),
     Planned("tests-kernels", 3, 330, in_dry_run=False),
 )
@@ -153,9 +153,10 @@ def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[lis
             return bench("hook_overhead.py", *cuda, "--ranks", "2", "--check-only", "--numel", "1024")
         case "hooks":
             return bench("hook_overhead.py", *cuda, "--numel", "1024", "65536", "6553600", "--rounds", "100")
-        case "horovod":
+        case "steps":
             of_resnet_50 = ["--model", "resnet", "--params", "25.6e6", "--size", "64", "--batch", "32"]
-            return bench("horovod.py", *cuda, "--parts", "steps", *of_resnet_50, "--rounds", "4")
+            ways = ["ddp default", "fusedcomm bf16", "fusedcomm int8", "hvd none", "hvd bf16", "hvd int8"]
+            return bench("ddp_step.py", *cuda, *of_resnet_50, "--rounds", "4", "--caps", "--ways", *ways)
         case "kernels":
             return kernels("flat", "reduce", "scale")
         case "kernels-ragged":

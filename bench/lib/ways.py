@@ -1,4 +1,5 @@
-"""The ways of synchronizing gradients that bench/ddp_step.py compares: fusedcomm, DDP alone, and torch's own hooks.
+"""The ways of synchronizing gradients that bench/ddp_step.py compares: fusedcomm's front ends, DDP alone, and torch's
+own hooks.
 
 Torch's hooks run unchanged, except where they could not run at all:
 
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+import fusedcomm.horovod as hvd
 from fusedcomm.config import Config, Feedback
 
 DEFAULT, TUNED = "ddp default", "ddp tuned"
@@ -37,7 +39,7 @@ class Way:
     name: str
     register: Callable[[DistributedDataParallel, dist.ProcessGroup], object] | None
     """Registers the way on a module with its process group. The result is kept as long as the module. None: the way has
-    a `reducer`."""
+    no DDP."""
     tolerance: float
     cap_mb: float | None = None
     """bucket_cap_mb; None: DDP's own, which is the reducer's, too."""
@@ -46,14 +48,32 @@ class Way:
     max_rank: int | None = None
     """The greatest matrix rank of gradients that the way can send without error; None: it can send any gradients."""
     reducer: Config | None = None
-    """What fusedcomm.GradReducer, without DDP, is given; None: the way has DDP."""
+    """What fusedcomm.GradReducer, without DDP, is given; None: the way has no reducer."""
+    members: bool = False
+    """Whether the reducer's ranks are those of a fusedcomm.Members, of whom none is lost."""
+    compression: str = ""
+    """A name of hvd.Compression: fusedcomm.horovod's DistributedOptimizer synchronizes, without DDP. Empty: another."""
 
-    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, object]:
-        """(the module to call in place of `module`, what is to be kept as long as it). All ranks must have the same
-        weights."""
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+    ) -> tuple[nn.Module, torch.optim.Optimizer, object]:
+        """(the module to call in place of `module`, the optimizer to step, what is to be kept as long as they). All
+        ranks must have the same weights."""
+        if self.compression:
+            hvd.init()
+            # Several optimizers live in this process, so each has its own names.
+            named = [(f"{self.name}/{name}", parameter) for name, parameter in module.named_parameters()]
+            compression = getattr(hvd.Compression, self.compression)
+            return module, hvd.DistributedOptimizer(optimizer, named, compression), None
+        if self.members:
+            members = fusedcomm.Members()
+            held = fusedcomm.GradReducer(module, self.reducer, members=members, quiet=True)
+            members.carry(optimizer=optimizer)
+            return module, optimizer, held
         if self.reducer is not None:
             size = {} if self.cap_mb is None else {"bucket_mib": self.cap_mb}
-            return module, fusedcomm.GradReducer(module, self.reducer, process_group=group, quiet=True, **size)
+            held = fusedcomm.GradReducer(module, self.reducer, process_group=group, quiet=True, **size)
+            return module, optimizer, held
         ddp = DistributedDataParallel(
             module,
             process_group=group,
@@ -61,17 +81,18 @@ class Way:
             bucket_cap_mb=self.cap_mb,
             gradient_as_bucket_view=self.bucket_views,
         )
-        return ddp, self.register(ddp, group)
+        return ddp, optimizer, self.register(ddp, group)
 
     @property
-    def chooses(self) -> bool:
-        """Whether the way chooses a wire in its first steps. That takes long, so it keeps DDP's own bucket size."""
-        return self.name.startswith("fusedcomm auto")
+    def has_one_size(self) -> bool:
+        """Whether no other bucket size is tried: it is given, or fusedcomm.horovod's own; or the way takes long to
+        begin, because it chooses a wire or its ranks meet as members."""
+        return self.cap_mb is not None or self.members or bool(self.compression) or self.name == "fusedcomm auto"
 
     @property
     def is_peer(self) -> bool:
         """Whether the way is torch's. Its failure is then a finding, not an error of fusedcomm's."""
-        return not self.name.startswith(("fusedcomm", "ddp"))
+        return not self.name.startswith(("fusedcomm", "hvd", "ddp"))
 
 
 def ways_by_name() -> dict[str, Way]:
@@ -98,6 +119,11 @@ def ways_by_name() -> dict[str, Way]:
         ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire, hosts=None)), TOLERANCES[wire]))
     for wire in ("bf16", "int8"):
         ways.append(Way(f"fusedcomm reducer {wire}", None, TOLERANCES[wire], reducer=Config(wire, hosts=None)))
+    for wire in ("bf16", "int8"):
+        config = Config(wire, hosts=None)
+        ways.append(Way(f"fusedcomm members {wire}", None, TOLERANCES[wire], reducer=config, members=True))
+    for compression, wire in (("none", "fp32"), ("bf16", "bf16"), ("int8", "int8")):
+        ways.append(Way(f"hvd {compression}", None, TOLERANCES[wire], compression=compression))
     # The sums that sum="auto" takes for more than two ranks. With two ranks they are possible, too.
     ways.append(Way("fusedcomm bf16 direct", _ours(Config("bf16", "direct")), TOLERANCES["bf16"]))
     for wire in ("int8", "int4"):

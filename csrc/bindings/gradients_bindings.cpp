@@ -3,8 +3,6 @@
 
 #include <array>
 #include <chrono>
-#include <exception>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -18,7 +16,6 @@
 #include "gradients/fused_sum.h"
 #include "gradients/pass_observer.h"
 #include "gradients/synchronizer.h"
-#include "transport/error_text.h"
 
 namespace fusedcomm {
 namespace {
@@ -113,25 +110,19 @@ void bind_engine(py::module_& m) {
 void bind_fused_sum(py::module_& m) {
   py::class_<FusedSum, std::shared_ptr<FusedSum>>(m, "FusedSum")
       .def(py::init<std::shared_ptr<Synchronizer>>(), py::arg("synchronizer"))
-      // done: gets the text of the error, empty if there is none. Returns the sum's torch.futures.Future.
+      // Returns the sum's torch.futures.Future.
       .def(
           "run",
           [](FusedSum& sum, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-             double factor, std::function<void(std::string)> done, bool ends_step) {
+             double factor, bool ends_step) {
             FuturePtr future;
             {
               const py::gil_scoped_release no_gil;
-              future = sum.run(
-                  names, tensors, factor,
-                  [done = std::move(done)](const std::exception_ptr& error) {
-                    if (done) done(error ? error_text(error) : std::string());
-                  },
-                  ends_step);
+              future = sum.run(names, tensors, factor, ends_step);
             }
             return torch::jit::toPyObject(std::move(future));
           },
-          py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("done") = nullptr,
-          py::arg("ends_step") = false);
+          py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("ends_step") = false);
 }
 
 void bind_synchronizer(py::module_& m) {

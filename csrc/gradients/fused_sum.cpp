@@ -18,18 +18,14 @@ void check(const std::vector<std::string>& names, const std::vector<at::Tensor>&
 }  // namespace
 
 FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                        Done done, bool ends_step) {
+                        bool ends_step) {
   check(names, tensors);
   auto gradients = std::make_shared<const Gradients>(tensors);
   std::vector<at::Tensor> parameters;
   parameters.reserve(names.size());
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], gradients->tensors()[i]));
   const size_t index = index_of(parameters, factor);
-  FuturePtr sum = synchronizer_->run({index, ends_step, std::move(parameters), std::move(gradients), NamedSum{factor}});
-  sum->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
-    done(future.hasError() ? future.exception_ptr() : nullptr);
-  });
-  return sum;
+  return synchronizer_->run({index, ends_step, std::move(parameters), std::move(gradients), NamedSum{factor}});
 }
 
 const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor& like) {

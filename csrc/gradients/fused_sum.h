@@ -4,8 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <cstddef>
-#include <exception>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,8 +19,6 @@ namespace fusedcomm {
 // thread at a time may call it.
 class FusedSum {
  public:
-  using Done = std::function<void(std::exception_ptr)>;
-
   explicit FusedSum(std::shared_ptr<Synchronizer> synchronizer) : synchronizer_(std::move(synchronizer)) {}
 
   // Replaces the tensors by their mean over the ranks × factor. Every rank must make the same calls in the same order,
@@ -31,14 +27,12 @@ class FusedSum {
   // names: of the tensors; what has a name has the same shape and dtype in every call.
   // tensors: fp32, bf16 or fp16, all of one dtype and on one device, dense. They are read and written where they lie.
   // factor: the world size for a sum. Sums of whole numbers that the wire can hold are exact.
-  // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
-  //   accelerator the sum has then been enqueued.
   // ends_step: whether the statistics count a step with this sum.
   //
   // Returns the future of the sum: on an accelerator, a stream that waits for it has the sum.
   //
   // Throws ValueError if the tensors are not as said above.
-  FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor, Done done,
+  FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
                 bool ends_step = false);
 
   const std::shared_ptr<Synchronizer>& synchronizer() const { return synchronizer_; }

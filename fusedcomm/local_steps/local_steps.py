@@ -16,7 +16,6 @@ from fusedcomm.local_steps.merged_state import MergedState, begin_equal, record,
 from fusedcomm.local_steps.merges import Merges
 from fusedcomm.local_steps.messages import Messages
 from fusedcomm.local_steps.plan import LocalPlan, make_plan
-from fusedcomm.local_steps.progress import Progress
 from fusedcomm.local_steps.stats import LocalStats, collect
 from fusedcomm.local_steps.windows import Window
 from fusedcomm.session.served import Place, refuse_served, serve
@@ -91,19 +90,18 @@ class LocalSteps(Surface):
         state = MergedState(found, cfg)
         device, seconds = state.anchor.device, schedule.seconds
         window = None if seconds is None else Window(str(every), seconds)
-        self.progress = progress = Progress(schedule, state, window)
         self.session = Session(
             cfg,
             group,
             None,
             LocalOptions(),
             device,
-            also_agree=self._record(),
+            also_agree={**schedule.record(), **record(state)},
             shares_communicator=False,
             problem=problem,
         )
-        self.messages = Messages(self.session, state, window)
-        self.merges = Merges(progress, self.messages, self._refuse_changed)
+        messages = Messages(self.session, state, window)
+        self.merges = Merges(schedule, state, messages, window, self._refuse_changed)
         begin_equal(state, self.session)
         if window is not None:
             window.begin()
@@ -115,10 +113,7 @@ class LocalSteps(Surface):
 
     def served(self) -> list[torch.Tensor]:
         """See :class:`fusedcomm.session.served.Server`."""
-        return [each.parameter for each in self.progress.state.merged] if self._hooks else []
-
-    def _record(self) -> dict[str, object]:
-        return {**self.progress.schedule.record(), **record(self.progress.state)}
+        return [each.parameter for each in self.merges.state.merged] if self._hooks else []
 
     @property
     def is_attached(self) -> bool:
@@ -126,11 +121,11 @@ class LocalSteps(Surface):
         return bool(self._hooks)
 
     def _described(self) -> str:
-        how = f"wire {self.session.config.wire}, a merge every {self.progress.schedule.period}"
-        return f"{how}, {self.session.world_size} ranks, {self.progress.steps} steps"
+        how = f"wire {self.session.config.wire}, a merge every {self.merges.schedule.period}"
+        return f"{how}, {self.session.world_size} ranks, {self.merges.steps} steps"
 
     def _refuse_changed(self) -> None:
-        refuse_changed(self.progress.state, self._model, self._optimizer, self.session.rank)
+        refuse_changed(self.merges.state, self._model, self._optimizer, self.session.rank)
 
     def _hook(self) -> list[Any]:
         # The optimizer keeps this object alive, which need not be assigned to anything.
@@ -141,7 +136,6 @@ class LocalSteps(Surface):
     @torch.no_grad()
     def _after_step(self) -> None:
         self._refuse_ended()
-        self.progress.steps += 1
         self.merges.after_step()
 
     # ---- what the user calls
@@ -164,7 +158,7 @@ class LocalSteps(Surface):
         another number of ranks each may load any rank's. Raises RuntimeError if steps were made since :meth:`finish`.
         """
         self._refuse_unfinished("saving")
-        return checkpoint.save(self.progress, self.session)
+        return checkpoint.save(self.merges, self.session)
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
@@ -174,21 +168,20 @@ class LocalSteps(Surface):
         RuntimeError if steps were made since :meth:`finish`. Nothing has changed then.
         """
         self._refuse_unfinished("loading a state")
-        checkpoint.load(self.progress, self.session, saved)
+        checkpoint.load(self.merges, self.session, saved)
 
     def _refuse_unfinished(self, what: str) -> None:
         self._refuse_ended()
-        if self.progress.steps != self.progress.finished_at:
-            steps = self.progress.steps - self.progress.finished_at
+        if steps := self.merges.steps - self.merges.finished_at:
             raise RuntimeError(f"fusedcomm: LocalSteps has made {steps} steps: call finish() before {what}")
 
     def plan(self) -> LocalPlan:
         """What merges send, and the memory that they need. Printable."""
-        return make_plan(self.session, self.progress)
+        return make_plan(self.session, self.merges)
 
     def stats(self) -> LocalStats:
         """Counts and times of this rank."""
-        return collect(self.progress, self.session.stats(), self.messages.waited_s)
+        return collect(self.merges, self.session.stats())
 
     def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
         """Records the merges' stages; see :meth:`fusedcomm.Handle.trace`."""
@@ -201,7 +194,7 @@ class LocalSteps(Surface):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.progress.under_way = None
+        self.merges.under_way = None
         self.session.stop("LocalSteps was detached")
 
     def _refuse_ended(self) -> None:

@@ -1,7 +1,6 @@
 """The messages of merges: what ranks send beside the differences, and what they learn from it."""
 
 import dataclasses
-import functools
 import math
 import time
 
@@ -88,13 +87,14 @@ class Messages:
         control[2] = message.is_finishing
         control[_FIRST_BIT:] = _bits(message.checksum)
         tensors = self._state.tensors(message.mean)
-        done = None
-        if self._window is not None:
-            self._window.wait_for(message.number, self._session.rank)
-            done = functools.partial(_tell, self._window, message.number) if _is_on_cpu(message) else None
-        message.future = self._sum.run(
-            names=[*tensors, CONTROL], tensors=[*tensors.values(), message.control], done=done, ends_step=True
+        window, number = self._window, message.number
+        if window is not None:
+            window.wait_for(number, self._session.rank)
+        message.future = future = self._sum.run(
+            names=[*tensors, CONTROL], tensors=[*tensors.values(), message.control], ends_step=True
         )
+        if window is not None and _is_on_cpu(message):
+            future.add_done_callback(lambda _: window.arrived(number))
         if self._reading is not None:
             # Steps follow before the message is read. On their stream the host would wait for these.
             with self._reading, torch.no_grad():
@@ -144,12 +144,6 @@ class Messages:
             f"{self._session.rank}, before merge {message.number}): a rank has changed it, has loaded another "
             "checkpoint, or computes other bits. Load the same state on every rank"
         )
-
-
-def _tell(window: Window, message: int, error: str) -> None:
-    """Called by the engine, when a message has arrived or failed."""
-    if not error:
-        window.arrived(message)
 
 
 def _is_on_cpu(message: Message) -> bool:

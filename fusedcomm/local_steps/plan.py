@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from fusedcomm.local_steps.arguments import Schedule
+from fusedcomm.local_steps.merges import Merges
 from fusedcomm.local_steps.messages import CONTROL_NUMEL
-from fusedcomm.local_steps.progress import Progress
 from fusedcomm.native import _C
 from fusedcomm.session.plan import Plan, row_of
 from fusedcomm.session.session import Session
@@ -40,7 +40,7 @@ class LocalPlan(Plan):
         ]
 
 
-def make_plan(session: Session, of: Progress) -> LocalPlan:
+def make_plan(session: Session, of: Merges) -> LocalPlan:
     """See :meth:`fusedcomm.LocalSteps.plan`."""
     state = of.state
     own_host = session.levels.own_host if session.levels.hosts is not None and session.ranks_per_host > 1 else None

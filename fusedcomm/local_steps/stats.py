@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fusedcomm.local_steps.progress import Progress
+from fusedcomm.local_steps.merges import Merges
 from fusedcomm.session.stats import Stats
 
 
@@ -33,16 +33,16 @@ class LocalStats:
         return "\n".join(f"  {name:<26} {value}" for name, value in dataclasses.asdict(self).items())
 
 
-def collect(of: Progress, counts: Stats, waited_s: float) -> LocalStats:
-    """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session. waited_s: for messages."""
+def collect(of: Merges, counts: Stats) -> LocalStats:
+    """See :meth:`fusedcomm.LocalSteps.stats`. counts: of the session."""
     last = of.spread
     return LocalStats(
         steps=of.steps,
-        merges=of.merges - (of.under_way is not None),
+        merges=of.num_begun - (of.under_way is not None),
         under_way=int(of.under_way is not None),
         sent_nbytes=counts.sent_nbytes,
         sent_between_hosts_nbytes=counts.sent_between_hosts_nbytes,
-        waited_ms=1e3 * waited_s,
+        waited_ms=1e3 * of.messages.waited_s,
         drift=None if last is None else last.drift,
         agreement=None if last is None else last.agreement,
         nonfinite=counts.nonfinite,

@@ -52,7 +52,7 @@ class Window:
             )
 
     def arrived(self, message: int) -> None:
-        """A message has arrived. Any thread's."""
+        """A message has arrived, or has failed, which its merge says. Any thread's."""
         if message == self._message:
             self.begin()
 

@@ -113,20 +113,20 @@ class Members(Sealed):
         if join is None and min_ranks > dist.get_world_size():
             raise ValueError(f"fusedcomm: min_ranks={min_ranks} with {dist.get_world_size()} ranks: start more")
         self.min_ranks, self.microbatches, self.joins = min_ranks, microbatches, join
+        self._noted: set[str] = set()
+        if join is not None and self._file is not None:
+            self._file.note([], "")  # fails now, before a port is open, if it will
         cpu, world = torch.device("cpu"), dist.group.WORLD
         timeout = dist.default_pg_timeout if join is not None else groups.group_timeout(world, cpu)
         near = addresses.split(join.split(",")[0]) if join is not None else bounded_store.store_address(world)
         own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
-        self._store = served_store(own_host, timeout=datetime.timedelta(seconds=60))
+        self._store: dist.TCPStore | None = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
             "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, job=None, silence_s=silence, host=own_host)
-        self._noted: set[str] = set()
-        if join is not None and self._file is not None:
-            self._file.note([], "")  # fails now if it will
+        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, silence_s=silence, host=own_host)
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
         self.carried: dict[str, Any] = {}
@@ -246,6 +246,8 @@ class Members(Sealed):
         self.plane.leave(reason)
         if self.training is not None:
             self.training.close(reason)
+        if self._current is None:  # it was refused: nobody has met it in its store
+            self._store = None
 
     def __enter__(self) -> "Self":
         return self

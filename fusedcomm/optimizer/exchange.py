@@ -48,6 +48,7 @@ class Exchange:
     Attributes:
         owned: this rank's elements in fp32, [row_numel].
         sum: the mean of their gradients, fp32 [row_numel], while a step is under way.
+        reduced: the future of `sum`, from reduce() on.
         leaves: (piece, view of `owned`, view of `sum`) of each own piece; whole parameters have their shape.
     """
 
@@ -120,9 +121,10 @@ class Exchange:
         return now
 
     def _view(self, row: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The elements of a piece in a row, those of a whole parameter in its shape."""
-        target = self._targets[piece.target]
-        return shaped(_in_row(row, piece), target.layout) if target.whole else _in_row(row, piece)
+        """The elements of a piece in a row, those of a whole parameter in its shape. A parameter without dimensions is
+        always whole, and so is its optimizer's state."""
+        target, elements = self._targets[piece.target], _in_row(row, piece)
+        return shaped(elements, target.layout) if target.whole or target.layout.dim() == 0 else elements
 
     @property
     def sent_nbytes(self) -> int:
@@ -164,10 +166,12 @@ class Exchange:
         if places:
             torch._foreach_copy_(places, values)
 
-    def reduce(self) -> torch.futures.Future:
-        """Begins the sum of the ranks' rows: `sum` has this rank's when the future is done."""
+    def reduce(self) -> None:
+        """Begins the sum of the ranks' rows: `sum` has this rank's when `reduced` is done."""
         factor = 1.0 / self._sums.world_size
-        return self._native_sums.reduce_scatter(rows=self._rows, own=self.sum, factor=factor, is_last=self._is_last)
+        self.reduced: torch.futures.Future = self._native_sums.reduce_scatter(
+            rows=self._rows, own=self.sum, factor=factor, is_last=self._is_last
+        )
 
     @torch.no_grad()
     def refresh(self, everything: bool = False) -> None:

@@ -41,6 +41,7 @@ class Owner:
 
     Attributes:
         groups: the optimizers' own groups, in the order of the model's.
+        made: for each group: its optimizer, the optimizer's group, and the model's parameters.
         leaves: by target, (exchange's index, piece, leaf) of each piece that this rank owns.
     """
 
@@ -77,14 +78,13 @@ class Owner:
             optimizer = kind([own[i] for i in places], **(defaults if kind is main else {}))
             self.optimizers.append(optimizer)
             made |= {place: (optimizer, group) for place, group in zip(places, optimizer.param_groups, strict=True)}
-        self._made = [(*made[place], group["params"]) for place, group in enumerate(groups)]
-        self.groups = [group for _, group, _ in self._made]
-        self._of_leaf = {id(leaf): (each, group) for each, group, _ in self._made for leaf in group["params"]}
-        self._reduced: list[torch.futures.Future] = []
+        self.made = [(*made[place], group["params"]) for place, group in enumerate(groups)]
+        self.groups = [group for _, group, _ in self.made]
+        self._of_leaf = {id(leaf): (each, group) for each, group, _ in self.made for leaf in group["params"]}
 
     def outer_groups(self) -> list[dict[str, Any]]:
         """Groups of the model's parameters with the hyperparameters of the optimizers'."""
-        return [{**group, "params": params} for _, group, params in self._made]
+        return [{**group, "params": params} for _, group, params in self.made]
 
     def common_defaults(self) -> dict[str, Any]:
         """The defaults that all optimizers have. torch adds them to every group, and schedulers read in them which
@@ -92,27 +92,15 @@ class Owner:
         first, *others = (each.defaults for each in self.optimizers)
         return {key: value for key, value in first.items() if all(key in each for each in others)}
 
-    def groups_with_optimizers(self) -> Sequence[tuple[torch.optim.Optimizer, dict[str, Any], list[torch.Tensor]]]:
-        """For each group: its optimizer, the optimizer's group, and the model's parameters."""
-        return self._made
-
     def of_leaf(self, leaf: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """The optimizer that steps a leaf, and the leaf's group."""
         return self._of_leaf[id(leaf)]
 
-    def begin(self) -> None:
-        """Begins a pass."""
-        self._reduced = []
-
-    def reduce(self, index: int) -> None:
-        """Begins the sum of a unit, whose gradients are there."""
-        self._reduced.append(self._exchanges[index].reduce())
-
     def wait_for_sums(self, check: Callable[[], None]) -> list[torch.Tensor]:
         """The fp32 sums of this rank, of each unit, when all are there."""
-        for reduced in self._reduced:
-            _wait(reduced, check)
-            reduced.wait()
+        for exchange in self._exchanges:
+            _wait(exchange.reduced, check)
+            exchange.reduced.wait()
         return [exchange.sum for exchange in self._exchanges]
 
     def step(self, hyperparameters: list[dict[str, Any]], used: set[int], check: Callable[[], None]) -> None:

@@ -148,7 +148,7 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
             for i, unit in enumerate(cut)
         ]
         self._of_bucket = [
-            [i for i, exchange in enumerate(self.exchanges) if not set(bucket).isdisjoint(exchange.unit.targets)]
+            [exchange for exchange in self.exchanges if not set(bucket).isdisjoint(exchange.unit.targets)]
             for bucket in buckets
         ]
 
@@ -171,25 +171,16 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         self._is_made = True
 
     def _hand_over_to(self, reducer: GradReducer) -> None:
-        this = weakref.ref(self)
-
-        def begin() -> int:
-            optimizer = this()
-            return 0 if optimizer is None else zlib.crc32(json.dumps(optimizer._rates()).encode())
-
-        def why_unequal() -> str:
-            optimizer = this()
-            return "" if optimizer is None else arguments.why_unequal(optimizer._sums, optimizer._rates())
-
-        def take(indices: list[int], gradients: list[torch.Tensor]) -> None:
-            if (optimizer := this()) is not None:
-                optimizer._take(indices, gradients)
-
-        def end(used: list[int]) -> None:
-            if (optimizer := this()) is not None:
-                optimizer._end(used)
-
-        reducer.give_to(self._sums, begin, why_unequal, take, end, self._detach)
+        # The native reducer, in which no cycle is found, calls this object without keeping it. The reducer keeps it.
+        this: Callable[[], Any] = weakref.ref(self)
+        reducer.give_to(
+            self._sums,
+            begin=lambda: zlib.crc32(json.dumps(this()._rates()).encode()),
+            why_unequal=lambda: arguments.why_unequal(this()._sums, this()._rates()),
+            take=lambda indices, gradients: this()._take(indices, gradients),
+            end=lambda used: this()._end(used),
+            detach=self._detach,
+        )
 
     def _detach(self) -> None:
         self._updates.stop("the GradReducer was detached")
@@ -198,10 +189,9 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     def _rates(self) -> list[dict[str, Any]]:
         """The groups' arguments of their optimizers, which must be equal on all ranks when a pass begins."""
-        made = self._owner.groups_with_optimizers()
         return [
             arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
-            for group, (optimizer, _, _) in zip(self.param_groups, made, strict=True)
+            for group, (optimizer, _, _) in zip(self.param_groups, self._owner.made, strict=True)
         ]
 
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:
@@ -211,18 +201,15 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
                 "a second backward pass was synchronized before step(): call step() or skip_step() after each, or all "
                 "backward passes of a step but the last within no_sync()"
             )
-        if self._num_handed == 0:
-            self._owner.begin()
         with torch.no_grad():
             targets = [self._by_reducer[i] for i in indices]
             of_bucket = dict(zip(targets, gradients, strict=True))
             for target in targets:
                 self._gradients.see(target)
-            for index in self._of_bucket[self._num_handed]:
-                self.exchanges[index].take(of_bucket)
-        for index in self._of_bucket[self._num_handed]:
-            if self.exchanges[index].unit.last == self._num_handed:
-                self._owner.reduce(index)
+            for exchange in self._of_bucket[self._num_handed]:
+                exchange.take(of_bucket)
+                if exchange.unit.last == self._num_handed:
+                    exchange.reduce()
         self._num_handed += 1
 
     def _end(self, used: list[int]) -> None:

@@ -81,7 +81,10 @@ def _own_state(
             states = fresh_state(optimizer, group, [leaf for _, _, leaf in leaves])
         merged: dict[str, Any] = {}
         for key, first in states[0].items():
-            is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaves[0][2].shape
+            leaf = leaves[0][2]
+            is_of_elements = isinstance(first, torch.Tensor) and first.shape == leaf.shape
+            if leaf.dim() == 0 and is_of_elements:
+                is_of_elements = first.device == leaf.device  # an accelerator's counts of steps are on the host
             merged[key] = _Pieces(in_memory_order(each[key]) for each in states) if is_of_elements else first
         if any(exchanges[at].keeps_master(piece) for at, piece, _ in leaves):
             merged[MASTER] = _Pieces(in_memory_order(leaf) for _, _, leaf in leaves)
@@ -145,7 +148,7 @@ def load_state_dict(
             of_optimizer = owner.of_leaf(leaf)[0].state
             of_optimizer.pop(leaf, None)
             if i in whole:
-                state = {key: _part(targets[i], value, piece, leaf) for key, value in whole[i].items()}
+                state = {key: _part(targets[i], key, value, piece, leaf) for key, value in whole[i].items()}
                 master, written = state.pop(MASTER, None), state.pop(WRITTEN, None)
                 if master is not None and exchanges[at].keeps_master(piece):
                     leaf.copy_(master)
@@ -161,10 +164,11 @@ def _check(target: Target, state: Mapping[str, Any]) -> None:
             raise ValueError(f"fusedcomm: {key} of {target.name} has the shape {shapes}: load a state of this model")
 
 
-def _part(target: Target, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401
-    """A piece's part of a value of the whole parameter's state."""
-    if not isinstance(value, torch.Tensor) or value.shape != target.tensor.shape or value.dim() == 0:
+def _part(target: Target, key: str, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401
+    """A piece's part of a value of the whole parameter's state. As for torch, "step" is a count, which stays as it
+    is."""
+    if not isinstance(value, torch.Tensor) or value.shape != target.tensor.shape or key == "step":
         return value.clone() if isinstance(value, torch.Tensor) else value
     flat = in_memory_order(laid_out(value.to(leaf.device), target.layout))[piece.begin : piece.end]
-    part = shaped(flat, target.layout) if target.whole else flat
+    part = shaped(flat, target.layout) if leaf.shape == target.layout.shape else flat
     return part.to(leaf.dtype if value.is_floating_point() else value.dtype, copy=True)

@@ -8,18 +8,15 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-_TORCHS = datetime.timedelta(seconds=300)
-"""Timeout of a TCPStore's requests where none is given."""
 
+def served_store(host: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> dist.TCPStore:
+    """A store that this process serves, at a free port of this address of its own alone: a listener of torch's takes
+    all interfaces.
 
-def served_store(
-    host: str, port: int = 0, timeout: datetime.timedelta = _TORCHS, multi_tenant: bool = False
-) -> dist.TCPStore:
-    """A store that this process serves, at this address of its own alone: a listener of torch's takes all interfaces.
-
-    host: an address, or a name. port: 0: a free one. Raises OSError if this process cannot listen there.
+    host: an address, or a name. timeout: of requests; by default torch's. Raises OSError if this process cannot listen
+    there.
     """
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address, family=family)
     return dist.TCPStore(
         host,
@@ -27,7 +24,6 @@ def served_store(
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=multi_tenant,
         master_listen_fd=listener.detach(),  # the store's from here on
     )
 

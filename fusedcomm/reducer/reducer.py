@@ -163,7 +163,8 @@ class GradReducer(CommHandle):
         runs: Session | Tuner | Training
         if members is not None:
             model = tensors_of(module_or_named_parameters, named)
-            runs = Training(members, cfg, parameters, options, device, agreed, model, problem)
+            runs = Training(members, cfg, parameters, options, device, agreed, model)
+            runs.begin(problem)
         else:
             on = process_group or dist.group.WORLD, parameters, options, device, not quiet
             how: dict[str, Any] = {"also_agree": agreed, "problem": problem}

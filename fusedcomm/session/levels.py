@@ -21,8 +21,6 @@ class Levels:
     """Why sums have one level although `Config.hosts` is not None; empty if they have two, or with ``hosts=None``."""
     own_host: OwnHost
     """This rank's host, on one level, too."""
-    can_be_two: bool
-    """Whether there are several hosts, by their names, each with the same number of ranks, at least two."""
 
     @property
     def ranks_per_host(self) -> int:
@@ -67,7 +65,6 @@ def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = F
         ValueError: `config` needs two levels, and the hosts do not fit it.
     """
     found, reason = hosts.even_of_names(host_names)
-    can_be_two = not reason
     host_of: Sequence[object] = host_names
     if config.needs_two_levels:
         by_name = config.groups == hosts.AUTO
@@ -89,5 +86,5 @@ def find(config: Config, host_names: Sequence[str], rank: int, of_rows: bool = F
         reason = "error feedback of weighted gradients has one"
     own_host = OwnHost.of(host_of, rank)
     if config.hosts is None:
-        return Levels(None, "", own_host, can_be_two)
-    return Levels(found, reason or config.one_level_reason, own_host, can_be_two)
+        return Levels(None, "", own_host)
+    return Levels(found, reason or config.one_level_reason, own_host)

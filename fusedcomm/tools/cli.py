@@ -23,7 +23,8 @@ PIPE_CLOSED = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that `argv` names and returns its exit status. None: the arguments of this process."""
     try:
-        args = _parser().parse_args(argv)
+        given = sys.argv[1:] if argv is None else argv
+        args = _parser().parse_args(given, argparse.Namespace(given=given))
         try:
             status = args.run(args)
             sys.stdout.flush()

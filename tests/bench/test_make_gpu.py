@@ -35,7 +35,7 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "DRY RUN" in done.stdout
         said.append(done.stdout)
-    left = 'left: hooks-2-ranks, horovod. To run: make gpu ARGS="--call 2 --dry-run"'
+    left = 'left: hooks-2-ranks, steps. To run: make gpu ARGS="--call 2 --dry-run"'
     assert left in said[0] and "left: " not in said[1]
     assert "(an earlier call)" not in said[0] and said[1].count("(an earlier call)") == 3
     assert {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()} == before
@@ -52,7 +52,7 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
             assert {f"{op}/{wire}/flat", f"{op}/{wire}/10 tensors"} <= ours
     assert {"reduce/bf16/4 ranks", "reduce/int8/4 ranks", "sum/bf16/2 ranks", "sum/int8/2 ranks"} <= ours
     assert {"scale/fp32/flat", "call/256", "result/256"} <= ours
-    assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks", "horovod"}
+    assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks", "steps"}
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
 
 

@@ -7,13 +7,14 @@ import pytest
 import reference
 import torch
 from codec_cases import CASES, SEVERAL_WIRES, Case, any_case, bucket_layout, case_of
-from codec_checks import CODECS, check, check_every_code, check_hosts, guarded
+from codec_checks import CODECS, check_codecs, check_every_code, check_hosts, guarded
 from hypothesis import given, settings
 from values import DTYPES, WIRES, same_bits, signed
 
 from fusedcomm.native import _C
 
 NOTHING = torch.empty(0)
+ON_THREADS = [CODECS[f"{isa}-3"] for isa in _C.available_isas()]
 
 
 def sample(wire_format, dtype, name):
@@ -27,22 +28,18 @@ def sample(wire_format, dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire_format", WIRES)
 def test_gives_the_bytes_of_the_oracle(wire_format, dtype, name):
-    for run in CODECS.values():
-        check(run, case_of(name, wire_format, dtype))
+    check_codecs(case_of(name, wire_format, dtype))
 
 
 @settings(deadline=None, max_examples=60)
 @given(case=any_case())
 def test_any_bucket(case):
-    for run in CODECS.values():
-        check(run, case)
+    check_codecs(case)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_wires_share_a_message(feedback):
-    for run in CODECS.values():
-        layouts = check(run, dataclasses.replace(SEVERAL_WIRES, feedback=feedback))
-        assert layouts[0].num_chunks > 1
+    assert check_codecs(dataclasses.replace(SEVERAL_WIRES, feedback=feedback))[0].num_chunks > 1
 
 
 @pytest.mark.parametrize("in_wire", ["fp32", "bf16", "fp16"])
@@ -64,8 +61,8 @@ def test_every_code_is_decoded(wire):
 
 @pytest.mark.parametrize("wire_format", ["bf16", "int8", "int4"])
 def test_units_of_several_threads(wire_format):
-    for isa in _C.available_isas():
-        check(CODECS[f"{isa}-3"], Case(numels=([300_007], [70_001]), wires=(wire_format,), num_parts=1, block=128))
+    case = Case(numels=([300_007], [70_001]), wires=(wire_format,), num_parts=1, block=128)
+    check_codecs(case, codecs=ON_THREADS)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +75,12 @@ def test_units_of_several_threads(wire_format):
     ids=str,
 )
 def test_outputs_that_bypass_the_caches(wire_format, dtype, gap):
-    """The outputs are large enough for that. With a gap, they lack the alignment that it needs."""
-    numel = 2**22 if wire_format == "int8" else 2**23
+    """The outputs are just large enough for that: 4 MiB of codes, 16 MiB of gradients. With a gap, they lack the
+    alignment that it needs."""
+    numel = max(2**25 // _C.code_nbits(wire_format), 2**24 // dtype.itemsize)
     numels = [2_000_000, 3, numel - 2_000_000]
     case = Case(numels=(numels, []), wires=(wire_format,), dtype=dtype, gaps=[gap], num_parts=1, block=128)
-    for isa in _C.available_isas():
-        check(CODECS[f"{isa}-3"], case, stages=("pack", "unpack"))
+    check_codecs(case, ("pack", "unpack"), ON_THREADS)
 
 
 @pytest.mark.parametrize("wire_format", ["bf16", "int8"])

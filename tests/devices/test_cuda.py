@@ -200,28 +200,6 @@ def test_comm_state_runs_the_same_engine(ranks):
             assert torch.equal(gradient, mean_of_integers(2, tuple(gradient.shape)))
 
 
-def scaled_overflow(rank, world_size):
-    """One rank's gradient overflows. The GradScaler must skip the step on both ranks."""
-    model = Gradients((1000,)).cuda()
-    ddp = DistributedDataParallel(model)
-    comm = fusedcomm.attach(ddp, Config("fp16", sum="two-shot"))
-    scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    gradient = torch.ones(1000, device="cuda")
-    if rank == 1:
-        gradient[500] = torch.inf
-    scaler.scale(ddp([gradient])).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return model.weights[0].abs().max().item(), scaler.get_scale(), comm.stats().nonfinite_by_parameter
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
-    (first, first_scale, none), (second, second_scale, one) = ranks.run(scaled_overflow, world_size=2, backend=BACKEND)
-    assert first == second == 0 and first_scale == second_scale == 0.5
-    assert none == {} and one == {"weights.0": 1}
-
-
 # --- config="auto" ----------------------------------------------------------------------------------------------------
 
 
@@ -295,22 +273,6 @@ def delayed(rank, world_size, config, num_steps):
 )
 def test_random_delays_change_no_gradient(ranks, config):
     assert ranks.run(delayed, config, 20, world_size=2, backend=BACKEND) == [0, 0]
-
-
-def with_sync(rank, world_size, sync):
-    os.environ[env.SYNC] = "1" if sync else "0"
-    generator = torch.Generator().manual_seed(rank)
-    gradients = [torch.randn(shape, generator=generator).cuda() for shape in SHAPES]
-    ddp = DistributedDataParallel(Gradients(*SHAPES).cuda(), bucket_cap_mb=0.016)
-    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(4096)))
-    del os.environ[env.SYNC]
-    return torch.cat([seen.flatten() for seen in synchronize(ddp, gradients, steps=3)]).cpu()
-
-
-def test_one_stage_at_a_time_gives_identical_bits(ranks):
-    overlapped = ranks.run(with_sync, False, world_size=2, backend=BACKEND)
-    for seen in ranks.run(with_sync, True, world_size=2, backend=BACKEND):
-        assert torch.equal(seen, overlapped[0])
 
 
 # --- what it costs and says -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import fake_cuda
 import pytest
 import torch
 from front_ends import FRONT_ENDS
-from models import Gradients, Mlp, Sparse, refusal, synchronize
+from models import Gradients, refusal, synchronize
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -34,7 +34,7 @@ def fake(library):
     fake.fail("", 0)
 
 
-# --- what is launched -----------------------------------------------------------------------------------------------
+# --- which kernels there are -----------------------------------------------------------------------------------------
 
 
 def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
@@ -43,41 +43,6 @@ def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
         for hosts, two_levels in (("auto", None), ("auto", True), (2, None))
     )
     assert one < two == asked_for
-
-
-def recorded(rank, world_size, library, sum):
-    fake = fake_cuda.gpu(library)
-    config = Config("int8", sum)
-    with fake.takes_over(config):
-        ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
-        comm = fusedcomm.attach(ddp, config)
-        synchronize(ddp, [torch.ones(3000), torch.ones(20, 30)])
-        comm.detach()
-    return [
-        (kernel, {name: value for name, value in args.items() if not isinstance(value, torch.Tensor)})
-        for kernel, args in fake.launches
-    ]
-
-
-def test_launches_carry_the_bucket_and_its_layout(ranks, library):
-    """Sizes are worked out by hand. There are two parts, or one in a one-shot. The bucket has 600 lossy elements in
-    blocks of 128, and 3000 exact elements."""
-    part = {"shape.stride": 1504 * 4 + 16 + 384, "shape.numel": 384, "shape.exact_numel": 1504}
-    of_bucket = {"first_part": 0}
-    counted = {"lossy.num_slices": 1, "exact.num_slices": 1}
-    for launches in ranks.run(recorded, library, "two-shot", world_size=2):
-        (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
-        assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
-        assert pack_args == {**of_bucket, **counted, **part, "num_parts": 2, "scale": 1.0}
-        of_sum = {"in_stride": part["shape.stride"], "num_parts": 1, "world_size": 2, "scale": 0.5}
-        assert reduce_args == {**part, **of_sum}
-        assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
-    whole = {"shape.stride": 3000 * 4 + 32 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
-    for launches in ranks.run(recorded, library, "one-shot", world_size=2):
-        (pack, pack_args), (unpack, unpack_args) = launches
-        assert (pack, unpack) == ("pack", "unpack")
-        assert pack_args == {**of_bucket, **counted, **whole, "scale": 1.0}
-        assert unpack_args == {**of_bucket, **whole, "num_messages": 2, "scale": 0.5}
 
 
 def test_a_kernels_key_has_what_matters_to_it():
@@ -98,33 +63,6 @@ def test_a_kernels_key_has_what_matters_to_it():
         _C.KernelKey("pack", grad_dtype=torch.float32)
     with pytest.raises(ValueError, match="no kernel is called 'sort'"):
         _C.kernel_params("sort")
-
-
-def other_models(rank, world_size, library):
-    results = []
-    fake = fake_cuda.gpu(library)
-    for model, inputs in (
-        (Sparse(), torch.tensor([[1, 2, 3 + rank]])),
-        (Mlp(torch.float64), torch.randn(4, 10, dtype=torch.float64)),
-    ):
-        seen = []
-        state = model.state_dict()
-        for path in ("ddp", "cuda"):
-            model.load_state_dict(state)
-            model.zero_grad(set_to_none=True)
-            ddp = DistributedDataParallel(model)
-            with fake.takes_over(Config("fp32")):
-                if path == "cuda":
-                    comm = fusedcomm.attach(ddp, "fp32")
-                ddp(inputs).square().mean().backward()
-            seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
-        comm.detach()
-        results.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
-    return results
-
-
-def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
-    assert ranks.run(other_models, library, world_size=2) == [[True, True]] * 2
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------

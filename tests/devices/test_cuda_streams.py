@@ -5,8 +5,8 @@ tests/fsdp/test_fsdp_on_streams.py among them."""
 import cuda_stress
 import pytest
 
-SCENES = ["training_steps", "dropped", "calls", "staged_passthrough", "rows", "three_wires", "host_never_waits"]
-SCENES += ["end_in_order", "traced", "driver_calls", "failing_calls", "warm_up", "ordering_fails", "failing", "faulted"]
+SCENES = ["training_steps", "dropped", "rows", "three_wires", "host_never_waits", "end_in_order"]
+SCENES += ["traced", "driver_calls", "failing_calls", "warm_up", "ordering_fails", "failing", "faulted"]
 SCENES += ["first_collectives", "aborted", "own_backends", "other_device"]
 OF_NCCL = ["nccl_or_torch", "nccl_fails", "nccl_refused"]
 OF_LANES = ["lane_streams", "lane_tasks", "watching_thread", "kept_streams"]

@@ -232,7 +232,8 @@ def dropped_by_its_own_thread(rank, world_size):
 
     if rank == 1:
         dist.barrier()  # rank 0 has returned from run(), which holds what it was called of
-    future = owners[0].run(names=["x"], tensors=[torch.full((8,), rank - 2.0)], factor=2.0, done=drop)
+    future = owners[0].run(names=["x"], tensors=[torch.full((8,), rank - 2.0)], factor=2.0)
+    future.add_done_callback(drop)
     if rank == 0:
         dist.barrier()
     assert is_dropped.wait(HANG_S)

@@ -108,7 +108,7 @@ class Job:
         return flat(self.model)
 
     def merged(self) -> torch.Tensor:
-        return self.comm.progress.state.anchor.to("cpu", copy=True)
+        return self.comm.merges.state.anchor.to("cpu", copy=True)
 
     def save(self) -> bytes:
         """A checkpoint."""
@@ -123,9 +123,7 @@ class Job:
 
 def until_arrived(comm: fusedcomm.LocalSteps) -> None:
     """Waits for the message under way, if there is one and windows of time begin when it has arrived."""
-    wait_until(
-        lambda: comm.progress.window is None or comm.progress.window._began is not None, "the message has arrived"
-    )
+    wait_until(lambda: comm.merges.window is None or comm.merges.window._began is not None, "the message has arrived")
 
 
 @contextlib.contextmanager

@@ -36,6 +36,17 @@ class Net(nn.Module):
         return self.head(self.wide(self.norm(x))).float()
 
 
+class Scaled(Net):
+    """With a parameter without dimensions, as the temperature of a loss may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 def bf16_net() -> Net:
     return Net(torch.bfloat16)
 

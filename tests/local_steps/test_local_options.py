@@ -52,11 +52,11 @@ def scaled(rank, world_size, run, shards):
         if (rank, step) == (overflows, SKIPPED):
             gradient = next(job.model.parameters()).grad
             (gradient.to_local() if shards else gradient)[0, 0] = torch.inf
-        before = job.comm.progress.steps
+        before = job.comm.merges.steps
         scaler.step(job.optimizer)
         scaler.update()
-        seen += [flat(job.model)] if job.comm.progress.steps > before else []
-    return seen, job.comm.progress.steps, scaler.get_scale(), job.finish()
+        seen += [flat(job.model)] if job.comm.merges.steps > before else []
+    return seen, job.comm.merges.steps, scaler.get_scale(), job.finish()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -125,7 +125,7 @@ def ended(rank, world_size, cases):
         job.train(range(3 * host))  # finish() ends the merges of ranks that have made more steps
         job.comm.finish()
         first = flat(job.model)
-        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == job.comm.progress.merges
+        assert job.comm.stats().under_way == 0 and job.comm.stats().merges == job.comm.merges.num_begun
         job.train(range(9))
         found.append((before, merged, first, job.finish()))
     return found

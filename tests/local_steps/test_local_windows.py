@@ -62,10 +62,10 @@ def trained(rank, world_size, runs):
             job, seen = Job(run, rank), []
             while len(seen) < MESSAGES:
                 of_rank.now += step_s(rank, len(seen))
-                job.train([job.comm.progress.steps + 1])
-                if job.comm.progress.merges > len(seen):
+                job.train([job.comm.merges.steps + 1])
+                if job.comm.merges.num_begun > len(seen):
                     until_arrived(job.comm)
-                    seen.append((job.comm.progress.steps, flat(job.model)))
+                    seen.append((job.comm.merges.steps, flat(job.model)))
             found.append((seen, job.finish()))
     return found
 
@@ -108,7 +108,7 @@ def by_the_clock(rank, world_size):
         time.sleep(0.03 if rank == world_size - 1 else 0.01)
         if time.monotonic() - began > 2:
             break
-    steps, merges = job.comm.progress.steps, job.comm.progress.merges
+    steps, merges = job.comm.merges.steps, job.comm.merges.num_begun
     refusal = error_of(RuntimeError, job.comm.state_dict)
     job.comm.finish()
     after = flat(job.model)
@@ -136,7 +136,7 @@ def too_short(rank, world_size):
             of_rank.now += 12.0 if rank else 3.0
             job.train([step])
             until_arrived(job.comm)
-        merges, plan = job.comm.progress.merges, job.comm.plan()
+        merges, plan = job.comm.merges.num_begun, job.comm.plan()
         job.comm.detach()
     return merges, [str(each.message) for each in caught if "every=" in str(each.message)], str(plan)
 
@@ -147,53 +147,3 @@ def test_a_window_shorter_than_a_step_merges_each_step_and_says_so_once(ranks):
     (text,) = warned
     assert "every='10s' leaves 10 s" in text and "a step of rank 1 takes longer" in text
     assert "every 10s, 0 steps late" in plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending(Timed):
-    """Enough parameters for codes of 4 bits; each rank moves them by its own amounts."""
-
-    def model(self):
-        model = nn.Linear(128, 128, bias=False)
-        nn.init.zeros_(model.weight)
-        return model
-
-    def loss(self, model, rank, step):
-        generator = torch.Generator().manual_seed(rank)
-        return (model.weight * torch.randn(model.weight.shape, generator=generator)).sum()
-
-
-ENDINGS = {
-    "all end a step after a merge": ((200, 200), (1, 1)),
-    "the fast rank ends first": ((200, 4), (0, 4), (0, 4)),
-    "a slow rank is fast again": ((1, 100), (100, 100)),
-}
-"""The steps of each of two ranks in each window. finish() follows the last."""
-
-
-def ended(rank, world_size, windows, config):
-    """The parameters after finish(), where a rank makes so many steps in each window."""
-    with clock() as of_rank:
-        job = Job(Ending(SECONDS, 0), rank, config)
-        for window, steps in enumerate(windows):
-            if steps[rank] == 0:
-                break  # this rank is in finish()
-            for step in range(steps[rank]):
-                is_last = window < len(windows) - 1 and step == steps[rank] - 1
-                of_rank.now += SECONDS if is_last else 0.0
-                job.train([step])
-            if is_last:
-                until_arrived(job.comm)
-        return job.finish()
-
-
-def left_out(rank, world_size, config):
-    return {name: ended(rank, world_size, windows, config) for name, windows in ENDINGS.items()}
-
-
-def test_codes_round_as_much_in_windows_of_any_length_as_what_they_carry(ranks, subtests):
-    exact, coded = (ranks.run(left_out, config, world_size=2)[0] for config in ("fp32", "int4"))
-    for name, windows in ENDINGS.items():
-        with subtests.test(name):
-            largest = exact[name].abs().max()
-            assert (coded[name] - exact[name]).abs().max() < 0.2 * largest, windows

@@ -26,8 +26,10 @@ def plane():
 
         def make(job: str | None, uid: str = "", **options) -> ControlPlane:
             options = {"min_ranks": 1, "silence_s": 20.0, "host": "127.0.0.1", **options}
-            new = ControlPlane(uid or new_uid(), {}, job=job, **options)
+            new = ControlPlane(uid or new_uid(), {}, **options)
             made.callback(new.close)
+            if job is not None:
+                new.set_job(job)
             return new
 
         yield make

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import listening_ports
 
 import fusedcomm
 from fusedcomm.members.errors import JoinRefusedError
@@ -214,6 +215,11 @@ def test_a_file_has_the_newest_job_and_no_line_twice(file):
 def test_a_file_that_cannot_be_written_or_is_a_folder_is_named(tmp_path, say):
     with pytest.raises(RuntimeError, match="FUSEDCOMM_MEMBERS='.*none/members'.*No such file"):
         MembersFile(tmp_path / "none" / "members").note([], "")
+    say(members=tmp_path / "none" / "members")
+    before = listening_ports()
+    with pytest.raises(RuntimeError, match="No such file") as kept:  # with it all that the call has made
+        fusedcomm.Members(join=unused())
+    assert kept and listening_ports() == before
     say(members=tmp_path, join=1)
     for call in (lambda: addresses.refuse_a_running_job(MembersFile(tmp_path)), lambda: to_join(0.1)):
         with pytest.raises(RuntimeError, match=f"cannot be read from FUSEDCOMM_MEMBERS='{tmp_path}': .*Is a directory"):

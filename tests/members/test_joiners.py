@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from patience import HANG_S, patient, wait_until
+from processes import listening_ports
 from trainees import SHAPES, Endless
 
 import fusedcomm
@@ -82,6 +83,7 @@ def test_the_member_leaves_that_was_to_take_a_joiner_in(plane):
 
 def join(address: str, shapes=SHAPES, **options) -> None:
     """Joins in this process. Raises JoinRefusedError."""
+    before = listening_ports()
     members = fusedcomm.Members(join=address)
     parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
     options = {"config": fusedcomm.Config("int8"), "bucket_mib": 1e-6, **options}
@@ -89,6 +91,7 @@ def join(address: str, shapes=SHAPES, **options) -> None:
         fusedcomm.GradReducer(parameters, members=members, quiet=True, **options)
     finally:
         members.leave()
+        assert listening_ports() == before
 
 
 def strangers(address: tuple[str, int]) -> list[socket.socket]:

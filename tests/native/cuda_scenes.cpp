@@ -76,14 +76,16 @@ void dropped() {
   }
 }
 
-// A process that has never called torch.cuda.set_device: device 0 is current on the main thread.
+// A process that has never called torch.cuda.set_device: device 0 is current on the main thread. It calls what a
+// training script may call behind a backward pass.
 void other_device() {
   for (const Setup& setup : setups()) {
-    with_ranks(setup, [&](Rank& rank, int) {
+    with_ranks(setup, [&](Rank& rank, int index) {
       const c10::DeviceGuard first(sim::device(0));
       for (int step = 0; step < 3; ++step) rank.train(step);
       rank.hook().stats();
-      max_over_ranks(rank.hook(), 1, "a call of this scene");
+      const double largest = max_over_ranks(rank.hook(), index, "a call of this scene");
+      REQUIRE(largest == setup.world_size - 1, "the largest value is %g", largest);
     });
   }
 }
@@ -112,51 +114,6 @@ void own_backends() {
       REQUIRE(ended == expected, "%d backends ended, not %d", ended.load(), expected);
     }
   }
-}
-
-// What a training script may call after a backward pass, without having waited for its buckets. The last one is packed
-// on the wire's stream, which the pack stream does not wait for.
-void calls() {
-  Setup setup = setup_of(wire_config(Wire::kBf16, Sum::kTwoShot));
-  setup.buckets.push_back({{700}});
-  with_ranks(setup, [&](Rank& rank, int index) {
-    for (int step = 0; step < 6; ++step) {
-      rank.backward(step);
-      if (step % 2 == 0) REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
-      rank.take_results(step);
-      const double largest = max_over_ranks(rank.hook(), index + step, "a call of this scene");
-      REQUIRE(largest == step + 1, "the largest value is %g", largest);
-    }
-  });
-}
-
-// A bucket that is passed through in stages, each on its own lane, and summed twice.
-void staged_passthrough() {
-  with_ranks(setup_of(wire_config(Wire::kBf16, Sum::kTwoShot)), [](Rank& rank, int index) {
-    for (int step = 0; step < 4; ++step) {
-      const at::Tensor values = at::full({300}, index + 1.0, at::TensorOptions().device(rank.hook().grad_device()));
-      const auto times = [values](double factor) { return [=] { at::Tensor(values).mul_(factor); }; };
-      const auto sum = [&](Channel channel) {
-        return [values, channel, transport = rank.hook().transport()](Lane::Completion done) {
-          transport->all_reduce_tensor(channel, values, std::move(done));
-        };
-      };
-      const auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(),
-                                                                   std::vector<c10::Device>{rank.hook().grad_device()});
-      auto job = std::make_shared<BucketJob>();
-      job->owner = std::make_shared<at::Tensor>(values);
-      job->label = std::make_shared<const BucketLabel>("bucket 0", "bucket 0 of this scene");
-      job->is_last = true;
-      job->on_done = [future, values](std::exception_ptr error) {
-        error ? future->setError(std::move(error)) : future->markCompleted(values);
-      };
-      rank.hook().engine().device().will_use(values);
-      rank.engine().submit_passthrough(
-          std::move(job), {times(0.5), sum(Channel::kScatter), times(3), sum(Channel::kGather), times(0.25)});
-      future->waitAndThrow();
-      sim::optimizer(values, [](size_t, double value) { REQUIRE(value == 2.25, "%g, not 2.25", value); });
-    }
-  });
 }
 
 // Sums of rows, and rows that every rank gets, as FSDP2's modules and a ShardedOptimizer's units have them.
@@ -387,8 +344,6 @@ const Scenes kCudaScenes = {{"training_steps", training_steps},
                             {"dropped", dropped},
                             {"own_backends", own_backends},
                             {"other_device", other_device},
-                            {"calls", calls},
-                            {"staged_passthrough", staged_passthrough},
                             {"rows", rows},
                             {"three_wires", three_wires},
                             {"host_never_waits", host_never_waits},

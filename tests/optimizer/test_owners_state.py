@@ -8,7 +8,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Conv, reducer_of
-from owners import BUCKET_MIB, FP32, Net, bf16_net, flat, made, one_step, plain_optimizers, sharded, unequal, whole
+from owners import (
+    BUCKET_MIB,
+    FP32,
+    Net,
+    Scaled,
+    flat,
+    made,
+    one_step,
+    plain_optimizers,
+    sharded,
+    unequal,
+    whole,
+)
 from sampling import few, for_all_lists
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -51,13 +63,18 @@ def leg(rank, world_size, kind, update, make, loaded, saved, first, last):
     return begun, ended
 
 
+def bf16_scaled() -> Net:
+    return Scaled().to(torch.bfloat16)
+
+
 KINDS = {
     "adamw": ("adamw", "fp32", Net),
     "int8": ("adamw", "int8", Net),
     "muon": ("muon", "bf16", Net),
-    "bf16 parameters": ("two groups", "bf16", bf16_net),
+    "bf16 parameters": ("two groups", "bf16", bf16_scaled),
     "sgd": ("sgd", "fp32", Net),
     "channels_last": ("adamw", "fp32", Conv),
+    "without dimensions": ("adamw", "fp32", Scaled),
 }
 
 
@@ -200,18 +217,25 @@ def test_an_interrupted_run_has_the_bits_of_one_that_went_on(ranks, tmp_path, na
 
 def test_it_has_them_where_everything_is_work_of_an_accelerators_streams(ranks_on_streams):
     actions = ["step", "step", with_the_same_model, "step"]
-    assert ranks_on_streams.run(beside_an_interrupted_run, "adamw", actions, "", on_streams.DEVICE) == [[], []]
+    case = "without dimensions", actions, "", on_streams.DEVICE
+    assert ranks_on_streams.run(beside_an_interrupted_run, *case) == [[], []]
+
+
+def test_it_has_them_with_a_parameter_without_dimensions_and_through_a_plain_optimizer(ranks):
+    actions = ["step", into_new_ones, "step", *PLAIN_STEPS, "step"]
+    assert ranks.run(beside_an_interrupted_run, "without dimensions", actions, "", world_size=2) == [[], []]
 
 
 def loads_no_masters(rank, world_size):
-    """What differs between an optimizer that has stepped and a new one, when both have loaded a state without fp32
-    copies, and have stepped then."""
+    """What differs between an optimizer that has stepped and a new one, when both have loaded a plain optimizer's
+    state, in bf16 and without fp32 copies, and have stepped then."""
     run = Run("bf16 parameters")
     for number in range(3):
         run.step(number)
     state, ends = whole(run.optimizer.state_dict()), []
     for values in state["state"].values():
         del values["master"], values["written"]
+        values |= {key: value.bfloat16() for key, value in values.items() if key != "step"}
     other = Run(run.name)
     other.model.load_state_dict(run.model.state_dict())
     for each in (run, other):

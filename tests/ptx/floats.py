@@ -54,9 +54,7 @@ def conversion(name: str, modifiers: Modifiers, source: str) -> Operation:
     if source == "e4m3x2":
         modifiers.one("rn")
         modifiers.one("f16x2")
-        return Operation(
-            ("b16",), "b32", lambda x: E4M3_AS_FP16[x >> 8].astype(np.uint32) << HALF | E4M3_AS_FP16[x & 0xFF]
-        )
+        return Operation(("b16",), "b32", from_e4m3)
     if modifiers.has("e4m3x2"):
         require(source, "f32")
         modifiers.one("rn")

@@ -122,7 +122,7 @@ def one_bit(of_rank):
     def wrong(rank):
         job = begun(Run(every=2, delay=0), rank, steps=3)
         if rank == of_rank:
-            job.comm.progress.state.anchor.view(torch.int32)[17] ^= 1
+            job.comm.merges.state.anchor.view(torch.int32)[17] ^= 1
         try:
             job.train([4])
         finally:
@@ -167,7 +167,7 @@ def loads_unfinished(rank):
 
 STATES = [
     (lambda saved: {}, "no state of LocalSteps: missing"),
-    (lambda saved: {**saved, "version": 7}, "version 7"),
+    (lambda saved: {**saved, "version": 3}, "version 3 ... make a new LocalSteps"),
     (
         lambda saved: {**saved, "schedule": {**saved["schedule"], "every": 9}},
         "every=9, and here it is 4",

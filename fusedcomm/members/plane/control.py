@@ -9,7 +9,7 @@ from fusedcomm.members.errors import InstallTimeoutError, JoinRefusedError
 from fusedcomm.members.plane.addresses import name_of, split
 from fusedcomm.members.plane.barrier import StepBarrier
 from fusedcomm.members.plane.control_thread import ControlThread, Hooks
-from fusedcomm.members.plane.listener import listen, numeric_host
+from fusedcomm.members.plane.listener import listen
 from fusedcomm.members.plane.view import Decision, Member, View
 
 
@@ -33,9 +33,8 @@ class ControlPlane:
         uid: new_uid(), or any text that no other process has.
         info: JSON that the others see in this process's Member. Its text has less than a megabyte.
         min_ranks: fewer members than this stop with TooFewRanksError.
-        job: see set_job(). None in a process that joins, which learns it.
         silence_s: seconds without a word after which a member is silent.
-        host: this host's name or address by which the others reach it. None: what its own name resolves to.
+        host: this host's numeric address, by which the others reach it.
 
     Attributes:
         hooks: what the training does for it.
@@ -48,20 +47,16 @@ class ControlPlane:
         info: dict,
         *,
         min_ranks: int,
-        job: str | None,
-        silence_s: float = 10.0,
-        host: str | None = None,
+        silence_s: float,
+        host: str,
     ) -> None:
-        own = numeric_host(host)
-        listening = listen(own)
-        self._member = member = Member(uid, own, listening.getsockname()[1], info)
-        self._job, self._is_closed = job, False
+        listening = listen(host)
+        self._member = member = Member(uid, host, listening.getsockname()[1], info)
+        self._is_closed = False
         self.hooks = Hooks()
         self.barrier = StepBarrier()
         self._thread = ControlThread(member, min_ranks, silence_s, listening, self.barrier, self.hooks)
         self._network = self._thread.network
-        if job is not None:
-            self.set_job(job)
         _PLANES.add(self)
 
     @property
@@ -83,8 +78,7 @@ class ControlPlane:
     @property
     def job_name(self) -> str:
         """What others may know of the job; empty in a process that has not joined."""
-        job = self._job or self._thread.job
-        return name_of(job) if job else ""
+        return name_of(self._thread.job) if self._thread.job else ""
 
     @property
     def view(self) -> View | None:
@@ -92,9 +86,8 @@ class ControlPlane:
         return self._thread.view
 
     def set_job(self, job: str) -> None:
-        """Gives it a random text that the founders share."""
-        self._job = job
-        self._network.call(lambda: self._thread.set_job(job))
+        """Gives it a random text that the founders share. A process that joins learns it."""
+        self._network.call_and_wait(lambda: self._thread.set_job(job))
 
     def start(self, view: View) -> None:
         """The founders' view, the same on all."""

@@ -11,75 +11,37 @@ a rank joins        at a boundary between two steps: before_pass()
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from fusedcomm.config import Config, LocalOptions
 from fusedcomm.members.errors import MemberLostError
-from fusedcomm.members.members import Members
 from fusedcomm.members.plane.view import Decision, Member
-from fusedcomm.members.training.recovery import RecoverySession, with_recovery_codes
-from fusedcomm.members.training.views import ENDING_S, MAX_FAILURES, POLL_S, Views
+from fusedcomm.members.training.views import BUFFERS, ENDING_S, MAX_FAILURES, MODEL, POLL_S, Views
 from fusedcomm.native import _C
-from fusedcomm.ranks import agreement
-from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.session import Mode
 
 _MEANS = "means"
-_MODEL, _BUFFERS = "model", "buffers"
 
 
 class Training(Views):
-    """The sessions of one reducer.
+    """The passes of one reducer."""
 
-    Args:
-        config, parameters, local, device, also_agree, problem: as for :class:`Session`.
-        model: by name, what a rank that joins gets: parameters and buffers.
-    """
+    _native: "weakref.ref[_C.GradReducer]"  # it holds this object
+    _pending: Decision | None = None  # the view that the step after one with fetched means begins in
 
-    def __init__(
-        self,
-        members: Members,
-        config: Config,
-        parameters: list[NamedParameter],
-        local: LocalOptions,
-        device: torch.device,
-        also_agree: dict[str, object],
-        model: dict[str, torch.Tensor],
-        problem: Exception | None,
-    ) -> None:
-        super().__init__(members, device)
-        self._model = model
-        self._config = with_recovery_codes(config, members, device)
-        self._arguments = (parameters, local, device)
-        self._also_agree = also_agree = {
-            **also_agree,
-            "members": {"microbatches": members.microbatches, "min_ranks": members.min_ranks},
-        }
-        self._check = {
-            **agreement.versions(),
-            "config": self._config.record(),
-            "parameters": [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in parameters],
-            "model": sorted(model),
-            **also_agree,
-        }
-        self._native: Callable[[], _C.GradReducer | None] = lambda: None  # it holds this object
-        self._pending: Decision | None = None
-        self._finished: _C.Synchronizer | None = None  # has the means of the last step
-        self._synchronizer_step = 0  # its number of the step under way
-        self._num_shared = 0  # microbatches of this step when it began
-        members.plane.hooks.handlers[_MEANS] = self._serve_means
-        if members.joins is None:
-            self._begin(problem)
+    def begin(self, problem: Exception | None) -> None:
+        """Makes the first session, or joins. problem: as for :class:`Session`."""
+        self.members.plane.hooks.handlers[_MEANS] = self._serve_means
+        if self.members.joins is None:
+            self._found(problem)
             self._begin_step()
         elif problem is not None:
             raise problem
         else:
-            self._take_state(self._join(members.joins))
+            self._take_state(self._join(self.members.joins))
 
     def start(self, native: "_C.GradReducer") -> None:
         """Call it when the native reducer is made."""
@@ -104,10 +66,6 @@ class Training(Views):
 
     # ---- called by the control thread
 
-    def _record(self) -> dict[str, object]:
-        """What this process and one that joins must have in common."""
-        return {**self._check, "trained": [p.name for p in self._arguments[0] if p.tensor.requires_grad]}
-
     def _serve_means(self, header: dict) -> tuple[dict, list[memoryview]]:
         step, bucket = int(header["step"]), int(header["bucket"])
         with self._lock:
@@ -115,36 +73,6 @@ class Training(Views):
         if finished is None or step != self.step - 1:
             raise LookupError(f"the means of step {step} are not kept, but those of step {self.step - 1}")
         return {}, [memoryview(finished.kept_means(bucket).cpu().numpy())]
-
-    def _said(self) -> dict[str, object]:
-        return {
-            "microbatches": self.members.num_microbatches,
-            "shared out": self._num_shared,
-            "synchronizer step": self._synchronizer_step,
-        }
-
-    def _own_state(self, name: str) -> Any:
-        if name not in (_MODEL, _BUFFERS):
-            return None
-        return {key: value for key, value in self._model.items() if key.startswith("buffer ") == (name == _BUFFERS)}
-
-    def _is_common(self, name: str) -> bool:
-        return name == _MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
-
-    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
-        session: Any = RecoverySession(
-            self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
-        )
-        weights = session.synchronizer.weights
-        # Fixed, because a rank that joins has not seen the first weights.
-        weights.fix_unit(1.0)
-        # The means of microbatches, which weigh 1 each, add up as sums do.
-        if self.members.microbatches is not None:
-            weights.use(of_sums=True)
-        return session
-
-    def _is_needed(self, session: Any) -> bool:
-        return self._finished is session.synchronizer
 
     # ---- called on the main thread
 
@@ -208,7 +136,7 @@ class Training(Views):
         """The first rank's model by this rank; None if that has not taken it itself."""
         self._sources = [source]
         with contextlib.suppress(LookupError):
-            return {**self._received(_MODEL, first=True)[1], **self._received(_BUFFERS, first=True)[1]}
+            return {**self._received(MODEL, first=True)[1], **self._received(BUFFERS, first=True)[1]}
         return None
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -281,8 +209,8 @@ class Training(Views):
 
     def _take_state(self, joined: list[str]) -> None:
         """Takes the others' state, in a rank that joins with the processes of these uids."""
-        said, tensors = self._received(_MODEL)
-        self._write(tensors | self._received(_BUFFERS)[1])
+        said, tensors = self._received(MODEL)
+        self._write(tensors | self._received(BUFFERS)[1])
         self._missing = set(said["carries"])
         self.members.num_microbatches = said["microbatches"]
         self._num_shared = said["shared out"]

@@ -1,10 +1,9 @@
-"""The sessions of what trains on ranks that come and go: one for each view, and what leads from one to the next.
+"""The sessions of a reducer whose ranks come and go: one for each view, and what leads from one to the next.
 
 What a view is, and who is in it, is agreement.py's; here a process connects with the others of a view, and one that
 joins gets their state. passes.py says what happens to a pass that was under way.
 """
 
-import abc
 import contextlib
 import threading
 import time
@@ -13,17 +12,23 @@ from typing import Any
 
 import torch
 
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.members.errors import DamagedError, MemberLostError
 from fusedcomm.members.members import INSTALL_TIMEOUT_S, PROGRESS, Members
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training import transfer
-from fusedcomm.members.training.recovery import why_refused
+from fusedcomm.members.training.recovery import RecoverySession, why_refused, with_recovery_codes
+from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, objects
 from fusedcomm.ranks.errand import Errand
 from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.session import compare
+from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.stats import Change
+
+MODEL, BUFFERS = "model", "buffers"
+"""The names of what a rank that joins gets besides what the members carry."""
 
 CHANGING = "the ranks are changing"
 """Why an engine stops that goes on in another view."""
@@ -37,25 +42,43 @@ MAX_FAILURES = 5
 """Changes of views in one step, without a rank that is lost or joins, after which the step fails."""
 
 
-class Views(abc.ABC):
+class Views:
     """The sessions, one for each view.
 
+    Args:
+        config, parameters, local, device, also_agree: as for :class:`Session`.
+        model: by name, what a rank that joins gets: parameters and buffers.
+
     Attributes:
-        device: of the gradients.
         session: of the present view; None before the first.
-        step: steps that have ended. What a step is, the subclass says; the members agree on it.
+        step: synchronized backward passes that have ended.
     """
 
     session: Any
 
-    def __init__(self, members: Members, device: torch.device) -> None:
+    def __init__(
+        self,
+        members: Members,
+        config: Config,
+        parameters: list[NamedParameter],
+        local: LocalOptions,
+        device: torch.device,
+        also_agree: dict[str, object],
+        model: dict[str, torch.Tensor],
+    ) -> None:
         if members.training is not None:
             raise ValueError("fusedcomm: these members belong to another reducer: make another Members")
-        self.members, self.device, self.step = members, device, 0
-        self.session = None
+        self.members, self.device, self.step, self.session = members, device, 0, None
+        self._config = with_recovery_codes(config, members, device)
+        self._arguments, self._model = (parameters, local, device), model
+        of_members = {"microbatches": members.microbatches, "min_ranks": members.min_ranks}
+        self._also_agree = {**also_agree, "members": of_members}
         self._has_tried = False  # whether the first session was made, or could not be
         self._changes: list[Change] = []
-        self._lock = threading.Lock()  # guards session, and what the subclass says, against other threads
+        self._lock = threading.Lock()  # guards session, _finished and step against other threads
+        self._finished: _C.Synchronizer | None = None  # has the means of the last step
+        self._synchronizer_step = 0  # its number of the step under way
+        self._num_shared = 0  # microbatches of this step when it began
         self._missing: set[str] = set()  # what the others carry and this rank has not received
         self._published: dict[str, list] = {}  # see _of_all()
         self._has_compared = members.joins is not None
@@ -82,33 +105,19 @@ class Views(abc.ABC):
         """The changes of this rank's views, oldest first."""
         return tuple(self._changes)
 
-    # ---- what a subclass says
+    # ---- called by the control thread
 
-    @abc.abstractmethod
     def _record(self) -> dict[str, object]:
         """What this process and one that joins must have in common."""
-
-    @abc.abstractmethod
-    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
-        """The session of a view's group. It is made on another thread."""
-
-    @abc.abstractmethod
-    def _said(self) -> dict[str, object]:
-        """What a rank that joins is told with each object."""
-
-    @abc.abstractmethod
-    def _own_state(self, name: str) -> Any:
-        """The object of this name; None if it is none of the subclass's."""
-
-    def _is_common(self, name: str) -> bool:
-        """Whether the object has the same bits on all members."""
-        return False
-
-    def _is_needed(self, session: Any) -> bool:
-        """Whether messages of a session that has ended are needed still."""
-        return False
-
-    # ---- called by the control thread
+        parameters = self._arguments[0]
+        return {
+            **agreement.versions(),
+            "config": self._config.record(),
+            "parameters": [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in parameters],
+            "model": sorted(self._model),
+            **self._also_agree,
+            "trained": [p.name for p in parameters if p.tensor.requires_grad],
+        }
 
     def _progress(self) -> int:
         """The last step that has ended; -2 before this rank could begin one."""
@@ -129,12 +138,21 @@ class Views(abc.ABC):
             raise LookupError(f"the state of step {step} is gone: this member is at step {self.step}")
         if header.get("first") and not self._is_equal:
             raise LookupError("this member has not taken the first rank's state")
-        carried, value = self.members.carried, self._own_state(name)
-        if value is None:
-            if name not in carried:
-                raise LookupError(f"the members carry no {name!r}, but {sorted(carried)}")
+        carried = self.members.carried
+        if name in (MODEL, BUFFERS):
+            value: Any = {key: t for key, t in self._model.items() if key.startswith("buffer ") == (name == BUFFERS)}
+        elif name in carried:
             value = carried[name].state_dict()
-        return {"carries": sorted(carried), "first step": self.members.first_step, **self._said()}, value
+        else:
+            raise LookupError(f"the members carry no {name!r}, but {sorted(carried)}")
+        said = {
+            "carries": sorted(carried),
+            "first step": self.members.first_step,
+            "microbatches": self.members.num_microbatches,
+            "shared out": self._num_shared,
+            "synchronizer step": self._synchronizer_step,
+        }
+        return said, value
 
     # ---- called on the main thread
 
@@ -161,7 +179,7 @@ class Views(abc.ABC):
             self.members.plane.leave(f"it cannot go on: {error}")
             raise
 
-    def _begin(self, problem: Exception | None) -> None:
+    def _found(self, problem: Exception | None) -> None:
         """Makes the founders' session. problem: what keeps this rank from taking part; the others are told."""
         plane = self.members.plane
         plane.start(self.members.current)
@@ -174,7 +192,7 @@ class Views(abc.ABC):
     def _join(self, address: str) -> list[str]:
         """Becomes a member. Returns the uids of those that join with this view, which have no state to give."""
         plane, began = self.members.plane, time.monotonic()
-        self._missing = {"the state"}  # until the subclass knows what the others carry
+        self._missing = {"the state"}  # until it is known what the others carry
         decision = plane.join(address, self._record())
         joined = list(decision.joined)
         while not self._install(decision, began):
@@ -202,7 +220,9 @@ class Views(abc.ABC):
         said, skeleton = fetched.skeleton()
         self.members.first_step = said["first step"]
         value, tensors = objects.unpack(skeleton)
-        num_parts = len(self._sources) if self._is_common(name) else 1
+        # Only what has the same bits on all members can come from several.
+        is_common = name == MODEL or isinstance(self.members.carried.get(name), torch.optim.Optimizer)
+        num_parts = len(self._sources) if is_common else 1
         objects.fill(tensors, fetched.content(said["nbytes"], num_parts))
         return said, value
 
@@ -335,7 +355,7 @@ class Views(abc.ABC):
         if old is not None:
             old.synchronizer.abort(CHANGING)
             old.synchronizer.leave(CHANGING)
-            if not self._is_needed(old):
+            if self._finished is not old.synchronizer:  # else others may need its means
                 old.synchronizer.engine.free_workspaces()
             lost, joined = (tuple(m.address for m in some) for some in (decision.lost, decision.joined))
             pause_s = time.monotonic() - began
@@ -343,6 +363,19 @@ class Views(abc.ABC):
             self._changes.append(Change(decision.view.number, self.step, size, lost, joined, pause_s))
             self._to_tell.append(decision)
         return True
+
+    def _make_session(self, group: OwnGroup, problem: Exception | None) -> Any:
+        """The session of a view's group. It is made on another thread."""
+        session: Any = RecoverySession(
+            self._config, group, *self._arguments, also_agree=self._also_agree, problem=problem
+        )
+        weights = session.synchronizer.weights
+        # Fixed, because a rank that joins has not seen the first weights.
+        weights.fix_unit(1.0)
+        # The means of microbatches, which weigh 1 each, add up as sums do.
+        if self.members.microbatches is not None:
+            weights.use(of_sums=True)
+        return session
 
     def _build(self, view: View, problem: Exception | None = None) -> Any:
         """The session of a view; None if the members have agreed on another one meanwhile.
