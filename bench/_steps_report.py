@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from hosts import parse_link
+from _hosts import parse_link
 from lib.common import REPOSITORY
 from lib.namespaces import line_s
 from lib.ways import COMPUTE, DEFAULT, TUNED
@@ -99,9 +99,14 @@ class Result:
         baselines_s = [sync_s[name] for name in (DEFAULT, TUNED) if name in sync_s]
         return f"{min(baselines_s) / sync_s[way]:.2f}" if baselines_s and way in sync_s else ""
 
+    def bytes_ratio(self, way: str) -> str:
+        """How many times as many bytes DDP's default sends. Empty if it was not run or bytes were not counted."""
+        nbytes = [self.rows[name]["figures"].get("wire_nbytes") for name in (DEFAULT, way) if name in self.rows]
+        return f"{nbytes[0] / nbytes[-1]:.2f}" if DEFAULT in self.rows and all(nbytes) else ""
+
     def of_ideal(self, way: str) -> str:
-        """The figure "of_ideal", computed again: in older results it lacks headers. Empty if the link has no limit or
-        bytes were not counted."""
+        """The longer of computing and the bytes' time on the line, headers included, as a part of the step. Empty if
+        the link has no limit or bytes were not counted."""
         bits_s = parse_link(self.case.split("/")[1]) if self.settings["hosts"] else None
         nbytes = self.rows[way]["figures"].get("wire_nbytes")
         if not bits_s or not nbytes:
@@ -237,7 +242,7 @@ def case_table(result: Result) -> str:
         cells += [
             _with_range(result.speed_up(way), result.speed_ups_of_runs(way)),
             result.sync_speed_up(way),
-            _cell(figures, "bytes_ratio", ".2f"),
+            result.bytes_ratio(way),
             result.of_ideal(way),
             _cell(figures, "cores_busy", ".0%"),
         ]

@@ -3,7 +3,7 @@
     python bench/ddp_step.py --hosts 2 --link 100mbit 1gbit --model transformer --params 25e6 --size 1
 
 Whole steps (forward, backward with its synchronization, optimizer) of a residual network or a transformer, on hosts of
-bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets how much has to be
+bench/_hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets how much has to be
 sent; --batch, --size or --compute-ms set how much there is to compute. With --size 1 communication is nearly all of a
 step. The layers of --model waiting sleep instead of computing, as if an accelerator computed.
 
@@ -47,14 +47,14 @@ import itertools
 import os
 import statistics
 
-import hosts
+import _hosts as hosts
 import torch
 import torch.distributed as dist
 from _steps_report import Result, case_table
 from lib.common import Report, Row, run_command, with_ratios
 from lib.models import MODELS
-from lib.namespaces import CONGESTION, line_s
-from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
+from lib.namespaces import CONGESTION
+from lib.ways import DEFAULT, TUNED, ways_by_name
 
 THIS_BENCH = "this torch has it, but this benchmark only uses gloo"
 NOT_MEASURED = {
@@ -126,7 +126,7 @@ def measure(arguments: argparse.Namespace, link: str, model: str, report: Report
     cases = [found["case"] for found in runs if found.get("case")]
     of_all = {"runs": cases} if arguments.repeat > 1 else {}
     report.extra.setdefault("cases", {})[case] = {**(cases[-1] if cases else {}), **of_all}
-    report.add(with_ratios(with_floors(rows, hosts.parse_link(link) if arguments.hosts else None), [DEFAULT, TUNED]))
+    report.add(with_ratios(rows, [DEFAULT, TUNED]))
 
 
 def of_runs(runs: list[list[Row]]) -> list[Row]:
@@ -150,22 +150,6 @@ def of_runs(runs: list[list[Row]]) -> list[Row]:
         )
         for rows in by_impl.values()
     ]
-
-
-def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
-    """The rows with the figures "bytes_ratio", if DDP's default was measured, and "of_ideal", if the link is limited to
-    `bits_s`."""
-    by_impl = {row.impl: row for row in rows}
-    default_nbytes = by_impl[DEFAULT].figures.get("wire_nbytes") if DEFAULT in by_impl else None
-    result = []
-    for row in rows:
-        figures, nbytes = dict(row.figures), row.figures.get("wire_nbytes")
-        if nbytes and default_nbytes:
-            figures["bytes_ratio"] = default_nbytes / nbytes
-        if nbytes and bits_s:
-            figures["of_ideal"] = max(by_impl[COMPUTE].median_s, line_s(nbytes, bits_s)) / row.median_s
-        result.append(dataclasses.replace(row, figures=figures))
-    return result
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Step times of FSDP2 as it comes, with gradients reduced in bf16, and with fusedcomm in each wire.
 
-    python bench/fsdp.py --hosts 2 --link 100mbit 1gbit       # hosts with limited links, needs root (bench/hosts.py)
+    python bench/fsdp.py --hosts 2 --link 100mbit 1gbit       # hosts with limited links, needs root (bench/_hosts.py)
     python bench/fsdp.py                                      # two ranks over loopback
     python bench/fsdp.py --part loss                          # what parameters in codes cost in loss, over loopback
 
@@ -28,7 +28,7 @@ Needs 1 GiB of memory for each rank; root, ip, tc and taskset with --hosts. A fe
 import argparse
 import statistics
 
-import hosts
+import _hosts as hosts
 from _fsdp_loss_rank import EXACT
 from _fsdp_rank import GATHER, PLAIN, WAYS
 from lib.common import Report, Row, env, print_table, run_command, with_ratios, write_document

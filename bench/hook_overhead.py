@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 
-import hosts
+import _hosts as hosts
 import torch
 from lib.common import Report, Row, print_table, run_command
 

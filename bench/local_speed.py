@@ -30,7 +30,7 @@ ip, tc and taskset with --hosts. Ten minutes for each link on an idle machine; o
 import argparse
 import statistics
 
-import hosts
+import _hosts as hosts
 from lib.common import env, run_command, write_document
 
 

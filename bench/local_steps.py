@@ -1,6 +1,6 @@
 """What do local steps save, and what do they cost in loss?
 
-    python bench/local_steps.py --hosts 2 --link 20mbit       # hosts with limited links, needs root (bench/hosts.py)
+    python bench/local_steps.py --hosts 2 --link 20mbit       # hosts with limited links, needs root (bench/_hosts.py)
     python bench/local_steps.py                               # two ranks over loopback
 
 A character transformer is trained from scratch on Python's standard library. Every way takes the same batches; the loss
@@ -28,7 +28,7 @@ link and H; two minutes with --quick.
 import argparse
 import statistics
 
-import hosts
+import _hosts as hosts
 from lib.common import env, run_command, write_document
 
 DDP = "DDP"

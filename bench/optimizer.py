@@ -31,7 +31,7 @@ import argparse
 import os
 import statistics
 
-import hosts
+import _hosts as hosts
 from lib.common import env, run_command, write_document
 
 PARTS = ("loss", "speed")

@@ -16,7 +16,6 @@ from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
     from fusedcomm.attaching import attach
-    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.config import (
         SUMS,
         WIRES,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from fusedcomm.optimizer.sharded import ShardedOptimizer
     from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
+    from fusedcomm.session.plan import Tuning
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
@@ -93,7 +93,7 @@ _HOME = {
     "MembersSampler": "members.training.sampler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
-    "Tuning": "autotune.tuner",
+    "Tuning": "session.plan",
     "LocalSteps": "local_steps.local_steps",
     "ShardedOptimizer": "optimizer.sharded",
     "Stats": "session.stats",

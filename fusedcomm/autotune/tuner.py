@@ -16,7 +16,7 @@ from fusedcomm.autotune.turns import Turns, preferred
 from fusedcomm.config import AUTO, OFF, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, numbered
-from fusedcomm.session.plan import BucketsPlan
+from fusedcomm.session.plan import BucketsPlan, Tuning
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import take_over
 
@@ -30,41 +30,6 @@ UNTIMED_FIRST = 4
 """Steps before those of a candidate's first turn. DDP rebuilds its buckets after the first or second step, and
 connections and memory are used for the first time."""
 MAX_STEPS = (1 + len(CANDIDATES)) * (UNTIMED_FIRST + TIMED + (NUM_TURNS - 1) * (UNTIMED + TIMED))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The result of a search. ``str()`` is for people. Equal on every rank."""
-
-    chosen: str | None
-    """The candidate that is kept, "int8" for example, or "off"; None while the search goes on."""
-    candidates: tuple[str, ...]
-    """What is tried, in the order in which it is preferred."""
-    step_ms: dict[str, float]
-    """Milliseconds of a step by candidate: the median of its turns on the slowest rank; empty before the first turn."""
-    num_steps: int
-    """Training steps that the search has taken so far."""
-    max_steps: int = MAX_STEPS
-    """Training steps that the search takes."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether a candidate has been chosen."""
-        return self.chosen is not None
-
-    @property
-    def line(self) -> str:
-        """The choice, or how far the search is; never empty."""
-        times = ", ".join(f"{name} {step_ms:.4g} ms" for name, step_ms in self.step_ms.items())
-        if not self.finished:
-            tried = ", ".join(self.candidates)
-            return f"config='auto' tries {tried}, step {self.num_steps} of {self.max_steps}: {times or 'no times'}"
-        return f"{self.chosen} chosen by config='auto' " + (
-            f"in {self.num_steps} steps: {times}" if times else "at once"
-        )
-
-    def __str__(self) -> str:
-        return f"fusedcomm: {self.line}"
 
 
 class Target(Protocol):
@@ -165,7 +130,7 @@ class Tuner:
 
     def tuning(self) -> Tuning:
         """See :meth:`fusedcomm.session.handle.CommHandle.tuning`."""
-        return self._tuning or Tuning(None, tuple(self._sessions), self._turns.medians(), self._num_steps)
+        return self._tuning or Tuning(None, tuple(self._sessions), self._turns.medians(), self._num_steps, MAX_STEPS)
 
     # ---- called by the target before the first bucket of a pass, while the search lasts
 
@@ -196,7 +161,7 @@ class Tuner:
             return
         medians = self._turns.medians()
         self._run(preferred(medians))
-        self._tuning = Tuning(self._running, tuple(self._sessions), medians, self._num_steps)
+        self._tuning = Tuning(self._running, tuple(self._sessions), medians, self._num_steps, MAX_STEPS)
         self._set_target()
         self._free_losers()
         if self.session.rank == 0:

@@ -63,8 +63,9 @@ class Chunks(Options):
     Args:
         nbytes: most bytes of a packed bucket that one collective sends; from 4096 to 2^30. None: 16 MiB on cuda. On
             cpu as many as the link, timed at attach, sends in 2 ms: 32 KiB to 1 MiB for each rank, at most 8 MiB. The
-            time is 3 ms among more than two ranks, 4 ms with one-shot, and 8 ms with "direct" between two ranks. A
-            bucket that is summed exactly in its own memory is not cut.
+            time is 3 ms among more than two ranks, and 4 ms with one-shot. With "direct" and "exact" it is 8 ms between
+            two ranks; among more a chunk has 512 KiB for each rank, at most 4 MiB. A bucket that is summed exactly in
+            its own memory is not cut.
         in_flight: most chunks in flight at once, from 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
     """
 

@@ -45,8 +45,7 @@ def attach_fsdp(
         refuse_served(named, FsdpHandle.serves_as, FsdpHandle.place)  # names the front end, not its reduce-scatter
         if problem is not None:
             raise problem
-        wanted = Config("fp32") if is_off else _checked(config, named, sharded)
-        _refuse_weighted(wanted, on_meshes)
+        wanted = Config("fp32") if is_off else _checked(config, named, on_meshes)
         sums = sums_with(wanted)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone: the sessions tell the others
         wanted, problem = Config("fp32"), error
@@ -84,12 +83,21 @@ def attach_fsdp(
     return handle
 
 
-def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], sharded: list[Sharded]) -> Config:
-    """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
-    wanted = chosen(config, "FSDP2")
-    combinations.refuse("FSDP2", {"sum": wanted.sum})
+def _checked(config: ConfigLike | None, named: list[tuple[str, nn.Parameter]], those: list[list[Sharded]]) -> Config:
+    """The configuration. Raises ValueError for one that is not possible with FSDP2, these parameters, or the modules of
+    these meshes."""
+    wanted, first = chosen(config, "FSDP2"), those[0][0]
+    has_both = first.process_group is not None and first.replicas is not None
+    given = {
+        "sum": wanted.sum,
+        "weighted": wanted.weighted,
+        "feedback": wanted.feedback,
+        "modules on several meshes": len(those) > 1,
+        "HSDP on cuda": has_both and first.device.type != "cpu",
+    }
+    combinations.refuse("FSDP2", given)
     wanted.check_patterns(named)
-    refuse_gathers(wanted, sharded)
+    refuse_gathers(wanted, [each for of_mesh in those for each in of_mesh])
     return wanted
 
 
@@ -100,18 +108,5 @@ def refuse_gathers(config: Config, sharded: list[Sharded]) -> None:
         "params": config.params,
         "replicas without shards": all(each.process_group is None for each in sharded),
         "a module's own all-gather": next(others, None),
-    }
-    combinations.refuse("FSDP2", given)
-
-
-def _refuse_weighted(config: Config, those: list[list[Sharded]]) -> None:
-    """Raises ValueError where weights are not possible."""
-    (first, *_), *_ = those
-    has_both = first.process_group is not None and first.replicas is not None
-    given = {
-        "weighted": config.weighted,
-        "feedback": config.feedback,
-        "modules on several meshes": len(those) > 1,
-        "HSDP on cuda": has_both and first.device.type != "cpu",
     }
     combinations.refuse("FSDP2", given)

@@ -140,4 +140,4 @@ class FsdpHandle(CommHandle):
             for mesh in self.runs.meshes
             for name, count in mesh.stats().nonfinite_by_parameter.items()
         ]
-        return nonfinite_of_all(self.session, own)
+        return nonfinite_of_all(own, self.session.gather)

@@ -68,7 +68,7 @@ class Sharded:
         """Whether torch reads the output of a reduce-scatter before the backward pass ends: to add it to a gradient, to
         change its dtype or factor, to reduce it further, to copy it, or to give it to a hook."""
         group = self.group
-        if getattr(group, "_all_reduce_hook", None) is not None or self.reduces_further:
+        if getattr(group, "_all_reduce_hook", None) is not None or self.replicas is not None:
             return True
         if output.dtype not in (torch.float32, torch.bfloat16) or group.force_sum_reduction_for_comms:
             return True
@@ -105,11 +105,6 @@ class Sharded:
         policy = self.group.mp_policy
         dtype = policy.reduce_dtype or policy.param_dtype
         return sum(p.row_numel * (dtype or p.tensor.dtype).itemsize for p in self.parameters if p.is_trained)
-
-    @property
-    def reduces_further(self) -> bool:
-        """Whether an all-reduce follows: HSDP, and replicate()."""
-        return isinstance(self.group.mesh_info, DDPMeshInfo)
 
     @property
     def title(self) -> str:

@@ -42,9 +42,14 @@ def plain(value: Any, waits: bool = False) -> Any:  # noqa: ANN401
         return {str(key): plain(inner, waits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(inner, waits) for inner in value]
-    if isinstance(value, torch.Tensor) and (waits or value.device.type == "cpu"):
+    if isinstance(value, torch.Tensor) and (waits or not is_on_device(value)):
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def is_on_device(value: object) -> bool:
+    """Whether it is a tensor on an accelerator, whose values the host would have to wait for."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def record(

@@ -127,18 +127,8 @@ class Exchange:
         return shaped(elements, target.layout) if target.whole or target.layout.dim() == 0 else elements
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends in a step."""
-        return sum(plan.sent_nbytes for plan in self._plans)
-
-    @property
-    def sent_between_hosts_nbytes(self) -> int:
-        """Bytes of `sent_nbytes` that go to other hosts, as the mean of the ranks of this rank's host."""
-        own = self._sums.levels.own_host
-        return sum(plan.sent_between_hosts_nbytes(own.num_ranks, own.num_links) for plan in self._plans)
-
-    @property
-    def _plans(self) -> "list[_C.BucketPlan]":
+    def plans(self) -> "list[_C.BucketPlan]":
+        """What is sent in a step: of gradients, and of updates."""
         return [self._native_sums.plan(gathers=False), self._native_updates.plan(gathers=True)]
 
     @property

@@ -70,15 +70,15 @@ def make_plan(
 ) -> ShardedPlan:
     """The plan of this rank."""
     owners = {target.name: [0] * sums.world_size for target in targets}
-    rows: list[Row] = []
+    own, rows = sums.levels.own_host, []
     numel = padding = 0
     for index, exchange in enumerate(exchanges):
         of_all = exchange.unit.row_numel * sums.world_size
         names = tuple(targets[i].name for i in exchange.unit.targets)
         nbytes = of_all * exchange.unit.dtype.itemsize
         wires = f"{sums.config.wire}, {update.wire}"
-        sent = exchange.sent_nbytes
-        between = exchange.sent_between_hosts_nbytes
+        sent = sum(plan.sent_nbytes for plan in exchange.plans)
+        between = own.sent_nbytes(exchange.plans) // own.num_ranks
         rows.append(
             Row(f"unit {index}", names, nbytes, wires, "two-shot", None, sent, sent_between_hosts_nbytes=between)
         )

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from fusedcomm import log
 from fusedcomm.config import Config
+from fusedcomm.devices.late import HostCopy
 from fusedcomm.literals import Wire
 from fusedcomm.optimizer import arguments, state
 from fusedcomm.optimizer.exchange import Exchange, session_of_rows
@@ -130,6 +131,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         # torch.distributed.checkpoint makes a step of its own if an optimizer has no state.
         self.state.update({target.tensor: {} for target in self._targets})
         self._gradients = SeenGradients(self._targets)
+        self._rates: list[dict[str, Any]] = []
+        self._late_rates: list[dict[str, HostCopy]] = [{} for _ in self.param_groups]
         self._num_handed = 0
         self._is_ready = self._is_unscaled = False
         self._used: set[int] = set()
@@ -175,8 +178,8 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
         this: Callable[[], Any] = weakref.ref(self)
         reducer.give_to(
             self._sums,
-            begin=lambda: zlib.crc32(json.dumps(this()._rates()).encode()),
-            why_unequal=lambda: arguments.why_unequal(this()._sums, this()._rates()),
+            begin=lambda: this()._begin(),
+            why_unequal=lambda: arguments.why_unequal(this()._sums, this()._rates),
             take=lambda indices, gradients: this()._take(indices, gradients),
             end=lambda used: this()._end(used),
             detach=self._detach,
@@ -187,12 +190,19 @@ class ShardedOptimizer(Spelled, torch.optim.Optimizer):
 
     # ---- the pass
 
-    def _rates(self) -> list[dict[str, Any]]:
-        """The groups' arguments of their optimizers, which must be equal on all ranks when a pass begins."""
-        return [
-            arguments.plain({key: group[key] for key in optimizer.defaults if key in group})
+    def _begin(self) -> int:
+        """Returns a checksum of the groups' arguments of their optimizers, which must be equal on all ranks when a pass
+        begins. Of those that are tensors on an accelerator it has the values of the pass before."""
+        now = [
+            {key: group[key] for key in optimizer.defaults if key in group}
             for group, (optimizer, _, _) in zip(self.param_groups, self._owner.made, strict=True)
         ]
+        late = [{key: copy.tolist() for key, copy in copies.items()} for copies in self._late_rates]
+        self._late_rates = [
+            {k: HostCopy(v) for k, v in of_group.items() if arguments.is_on_device(v)} for of_group in now
+        ]
+        self._rates = [arguments.plain(of_group) | before for of_group, before in zip(now, late, strict=True)]
+        return zlib.crc32(json.dumps(self._rates).encode())
 
     def _take(self, indices: list[int], gradients: list[torch.Tensor]) -> None:
         """On autograd's thread, with a bucket's gradients."""

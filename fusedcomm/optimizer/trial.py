@@ -1,5 +1,7 @@
 """What an optimizer does with small parameters: the state it makes, and what else a call of its step() changes."""
 
+import collections
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +18,35 @@ def stand_in(target: Target) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=target.tensor.device)
 
 
+class _First(dict):
+    """A parameter's state, in `first` as each value was when it was set first."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:  # noqa: ANN401
+        self.first.setdefault(key, copy.deepcopy(value))
+        super().__setitem__(key, value)
+
+
 def fresh_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """The state of these values before a step: what a step with gradients of zeros makes of copies, all zeros."""
+    """The state of these values before a step: what a step with gradients of zeros begins with. Zeros where an
+    optimizer does not set its values one by one."""
     copies = [value.detach().clone() for value in values]
-    for copy in copies:
-        copy.grad = torch.zeros_like(copy)
-    tried = type(optimizer)([{**{k: v for k, v in group.items() if k != "params"}, "params": copies}])
+    for each in copies:
+        each.grad = torch.zeros_like(each)
+    # With weight decay SGD's first momentum would have a part of the parameter.
+    own = {**group, "params": copies} | {key: 0.0 for key in ("weight_decay",) if key in group}
+    tried = type(optimizer)([own])
+    tried.state = collections.defaultdict(_First, tried.state)
     tried.step()
     states = []
-    for copy in copies:
-        state = {}
-        for key, value in tried.state[copy].items():
-            state[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
-        states.append(state)
+    for each in copies:
+        found = tried.state[each]
+        zeros = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else type(v)() for k, v in found.items()}
+        states.append(zeros | (found.first if isinstance(found, _First) else {}))
     return states
 
 

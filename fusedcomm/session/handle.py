@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fusedcomm.session.compare import ParameterDifference
-from fusedcomm.session.plan import BucketsPlan, Plan
+from fusedcomm.session.plan import BucketsPlan, Plan, Tuning
 from fusedcomm.session.served import Place
 from fusedcomm.session.session import Mode, Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
@@ -19,7 +19,6 @@ from fusedcomm.session.surface import Surface
 from fusedcomm.session.weights import ADDED_MEANS, AddedPasses, give
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.native import _C
 
 
@@ -206,7 +205,7 @@ class CommHandle(Surface):
         """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
         return self._plan()
 
-    def tuning(self) -> "Tuning | None":
+    def tuning(self) -> Tuning | None:
         """What config="auto" has found so far; printable. None if nothing is searched."""
         found = getattr(self.runs, "tuning", None)  # a search has it
         return None if found is None else found()
@@ -219,7 +218,7 @@ class CommHandle(Surface):
         session = self.session
         if not session.has_engine:
             return []
-        return nonfinite_of_all(session, nonfinite_rows(session.synchronizer, session.rank))
+        return nonfinite_of_all(nonfinite_rows(session.synchronizer, session.rank), session.gather)
 
     def compare_parameters(self) -> ParameterDifference | None:
         """Compares the parameters of all ranks now, bit for bit by checksums; None if they are equal. What is left out

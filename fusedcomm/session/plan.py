@@ -13,7 +13,6 @@ from fusedcomm.ranks.hosts import Hosts, OwnHost
 from fusedcomm.session.parameters import NamedParameter, trainable
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune.tuner import Tuning
     from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
@@ -114,6 +113,41 @@ class Plan:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The result of a search. ``str()`` is for people. Equal on every rank."""
+
+    chosen: str | None
+    """The candidate that is kept, "int8" for example, or "off"; None while the search goes on."""
+    candidates: tuple[str, ...]
+    """What is tried, in the order in which it is preferred."""
+    step_ms: dict[str, float]
+    """Milliseconds of a step by candidate: the median of its turns on the slowest rank; empty before the first turn."""
+    num_steps: int
+    """Training steps that the search has taken so far."""
+    max_steps: int
+    """Training steps that the search takes."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether a candidate has been chosen."""
+        return self.chosen is not None
+
+    @property
+    def line(self) -> str:
+        """The choice, or how far the search is; never empty."""
+        times = ", ".join(f"{name} {step_ms:.4g} ms" for name, step_ms in self.step_ms.items())
+        if not self.finished:
+            tried = ", ".join(self.candidates)
+            return f"config='auto' tries {tried}, step {self.num_steps} of {self.max_steps}: {times or 'no times'}"
+        return f"{self.chosen} chosen by config='auto' " + (
+            f"in {self.num_steps} steps: {times}" if times else "at once"
+        )
+
+    def __str__(self) -> str:
+        return f"fusedcomm: {self.line}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketsPlan(Plan):
     """The effective plan of DDP's or a reducer's buckets."""
@@ -134,7 +168,7 @@ class BucketsPlan(Plan):
     off: bool = False
     """Whether gradients go through DDP's own all-reduce: with "off", if "auto" tries it now or has chosen it,
     or `detached`."""
-    tuning: "Tuning | None" = None
+    tuning: Tuning | None = None
     """What config="auto" has found; None for other wires."""
     frozen: bool = False
     """Whether no parameter requires gradients now. `rows` is then empty, or shows the last backward pass."""

@@ -3,13 +3,10 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from fusedcomm.native import _C
-
-if TYPE_CHECKING:
-    from fusedcomm.session.session import Session
 
 _MIB = 1 << 20
 
@@ -206,9 +203,9 @@ def step_times(recent: Sequence[float], newest: int) -> StepTimes:
     return StepTimes(recent[newest], statistics.median(recent), p95)
 
 
-def nonfinite_of_all(session: "Session", own: Iterable[NonFinite]) -> list[NonFinite]:
-    """The rows of all ranks, the greatest counts first. A collective call."""
-    of_all = session.gather("nonfinite", [dataclasses.astuple(row) for row in own], "nonfinite_report()")
+def nonfinite_of_all(own: Iterable[NonFinite], gather: Callable[[str, object, str], list]) -> list[NonFinite]:
+    """The rows of all ranks, the greatest counts first. A collective call. gather: a session's."""
+    of_all = gather("nonfinite", [dataclasses.astuple(row) for row in own], "nonfinite_report()")
     rows = [NonFinite(*row) for rows in of_all for row in rows]
     return sorted(rows, key=lambda row: (-row.count, row.rank, row.parameter))
 

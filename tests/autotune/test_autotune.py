@@ -1,7 +1,7 @@
 """The measuring loop of config="auto" and of the probe, what it keeps, and the report."""
 
-from fusedcomm.autotune.tuner import Tuning
 from fusedcomm.autotune.turns import Turns, preferred
+from fusedcomm.session.plan import Tuning
 
 
 def taken(turns, step_ms):

@@ -72,7 +72,7 @@ def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
 
 @pytest.fixture
 def sleeping_run(tmp_path):
-    """A run of bench/hosts.py whose ranks sleep: (its process, its token, the ranks' process ids)."""
+    """A run of bench/_hosts.py whose ranks sleep: (its process, its token, the ranks' process ids)."""
     script = tmp_path / "sleep.py"
     script.write_text("import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)\n")
     known = {path.stem for path in Path("/run/fusedcomm-hosts").glob("*.lock")}

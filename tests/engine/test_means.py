@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from models import (
     Gradients,
-    beside_the_users_own_sums,
     integers,
     mean_of_integers,
     normal,
@@ -314,8 +313,3 @@ def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks):
         assert dense == [[1.5], [1.5], [1.5]]
         assert embedded == [0.0, 0.25, 0.5, 0.75, 1.5]
         assert {"two-shot", "exact"} <= set(sums)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"hosts": TWO_BY_TWO}], ids=str)
-def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks, kwargs):
-    assert ranks.run(beside_the_users_own_sums, kwargs) == [(True, {6.0})] * 4

@@ -38,10 +38,13 @@ CASES = [
     (ONE_SHOT, 2, GBIT / 100, MIB, 4),
     (ONE_SHOT, 5, GBIT, 64 * KIB, 16),
     ({"wire": "int8"}, 2, MBIT / 100, 128 * KIB, 16),
-    # Chunks are larger where two ranks need one all-reduce.
+    # Chunks are larger where each needs one all-reduce.
     (DIRECT, 2, GBIT / 2, 2 * MIB, 4),
     (DIRECT, 2, MBIT / 100, MIB, 4),
-    (DIRECT, 3, GBIT, 256 * KIB, 16),
+    (DIRECT, 3, GBIT, 1536 * KIB, 4),
+    ({"wire": "fp32"}, 2, GBIT, MIB, 4),
+    ({"wire": "fp32"}, 4, GBIT / 100, 2 * MIB, 4),
+    ({"wire": "fp32"}, 64, None, 4 * MIB, 4),
     (BF16, 2, GBIT, 256 * KIB, 16),
     (BF16, 3, GBIT, 512 * KIB, 8),  # a two-shot's time is 1.5 times as long
 ]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config, LocalOptions
+from fusedcomm.config import Config, LocalOptions
 
 
 class Gradients(nn.Module):
@@ -110,31 +110,6 @@ def on_host(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: name)
         yield
-
-
-def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:
-    """Mixes all-reduces by the user, on the user's group, with fusedcomm's collectives. Ranks are skewed in time.
-
-    Returns whether fusedcomm's means are right, and the results of the user's all-reduces. `kwargs`: further options of
-    Config.
-    """
-    shapes = ((300, 301),) * 6
-    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
-    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), **kwargs))
-    seen_sums = []
-
-    def user_hook(gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.002 * ((rank * 7) % 3))
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value)
-        seen_sums.append(value.item())
-        return gradient
-
-    for weight in ddp.module.weights:
-        weight.register_hook(user_hook)
-    seen = synchronize(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
-    expected = (world_size + 1) / 2
-    return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

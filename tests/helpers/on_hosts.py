@@ -7,7 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))  # stays: ranks import this module, too
 
-import hosts  # noqa: E402
+import _hosts as hosts  # noqa: E402
 from lib import namespaces  # noqa: E402
 
 PROBLEM = namespaces.problem()

@@ -119,7 +119,7 @@ def groups_of(model: nn.Module, kind: str | type[torch.optim.Optimizer]) -> list
         pairs = list(model.named_parameters())
         return [{**adamw, "params": pairs[:3]}, {**adamw, "params": pairs[3:], "optimizer_class": torch.optim.Adam}]
     if kind == "sgd":
-        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True}
+        sgd = {"optimizer_class": torch.optim.SGD, "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
         return [{**sgd, "params": trained}]
     if kind == "muon":
         return [

@@ -17,6 +17,7 @@ from owners import (
     flat,
     groups_of,
     loss_of,
+    one_step,
     train,
 )
 from sampling import few
@@ -159,15 +160,21 @@ def test_bf16_parameters_follow_fp32_copies_at_their_owners(ranks, kind, world_s
 # ---- hyperparameters on an accelerator
 
 
-def with_own_rate(rank, world_size, device):
-    """The error of ranks whose rates, tensors on the device, are not the same."""
-    reducer = fusedcomm.GradReducer(Net().to(device), "fp32", quiet=True)
-    rate = torch.tensor(0.25 * (1 + rank), device=device)
+def with_own_rate(rank, world_size, device, is_at_first):
+    """The error of ranks whose rates, tensors on the device, are not the same, and the number of steps before it."""
+    model, num_steps = Net().to(device), 0
+    reducer = fusedcomm.GradReducer(model, "fp32", quiet=True)
+    rate = torch.tensor(0.25 * (1 + rank if is_at_first else 1), device=device)
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=rate, foreach=False, quiet=True)
-    return str(error.value)
+        optimizer = fusedcomm.ShardedOptimizer(reducer, torch.optim.SGD, lr=rate, foreach=False, quiet=True)
+        one_step(model, optimizer, rank, 0)
+        rate.mul_(1 + rank)
+        for num_steps in range(3):
+            one_step(model, optimizer, rank, num_steps)
+    return str(error.value), num_steps
 
 
-def test_rates_on_an_accelerator_are_compared_when_the_optimizer_is_made(ranks_on_streams):
-    for error in ranks_on_streams.run(with_own_rate, on_streams.DEVICE, world_size=2):
-        assert "lr is 0.25 on rank 0 and 0.5 on rank 1" in error
+@pytest.mark.parametrize("is_at_first", [True, False])
+def test_rates_on_an_accelerator_are_compared_at_first_and_two_passes_late(ranks_on_streams, is_at_first):
+    for error, num_steps in ranks_on_streams.run(with_own_rate, on_streams.DEVICE, is_at_first, world_size=2):
+        assert "lr is 0.25 on rank 0 and 0.5 on rank 1" in error and num_steps == (0 if is_at_first else 2)

@@ -75,6 +75,7 @@ KINDS = {
     "sgd": ("sgd", "fp32", Net),
     "channels_last": ("adamw", "fp32", Conv),
     "without dimensions": ("adamw", "fp32", Scaled),
+    **{kind.__name__: (kind, "fp32", Net) for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop)},
 }
 
 
@@ -224,6 +225,17 @@ def test_it_has_them_where_everything_is_work_of_an_accelerators_streams(ranks_o
 def test_it_has_them_with_a_parameter_without_dimensions_and_through_a_plain_optimizer(ranks):
     actions = ["step", into_new_ones, "step", *PLAIN_STEPS, "step"]
     assert ranks.run(beside_an_interrupted_run, "without dimensions", actions, "", world_size=2) == [[], []]
+
+
+def saved_at_first(rank, world_size, names):
+    return {
+        name: beside_an_interrupted_run(rank, world_size, name, [into_new_ones, "step", "step"], "") for name in names
+    }
+
+
+def test_a_state_from_before_the_first_step_is_what_the_optimizer_begins_with(ranks):
+    names = ["NAdam", "ASGD", "Rprop", "sgd"]
+    assert ranks.run(saved_at_first, names, world_size=2) == [{name: [] for name in names}] * 2
 
 
 def loads_no_masters(rank, world_size):

@@ -24,7 +24,7 @@ from fusedcomm.config import Config, Feedback, LocalOptions, TwoLevels
 from fusedcomm.config.combinations import ADDED_PASSES, TABLE, Besides, Combination
 from fusedcomm.ddp.module import refuse_delayed, refuse_join, refuse_sparse
 from fusedcomm.devices.cuda import CudaPath
-from fusedcomm.fsdp.attach import _refuse_weighted
+from fusedcomm.fsdp.attach import _checked
 from fusedcomm.fsdp.levels import sums_of
 from fusedcomm.members.training.recovery import with_recovery_codes
 from fusedcomm.session import levels
@@ -179,8 +179,8 @@ BY_SETTING = {
     ("CommState", "delay_all_reduce_named_params"): lambda _: refuse_delayed([DELAYED]),
     ("attach", "Join(…, divide_by_initial_world_size=False)"): lambda _: refuse_join(DDP_ON_CUDA),
     ("attach", "sparse gradients on cuda"): lambda _: refuse_sparse(DDP_ON_CUDA, CUDA),
-    ("FSDP2", "modules on several meshes"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]] * 2),
-    ("FSDP2", "HSDP on cuda"): lambda given: _refuse_weighted(config_of(given), [[ON_CUDA]]),
+    ("FSDP2", "modules on several meshes"): lambda given: _checked(config_of(given), [], [[ON_CUDA]] * 2),
+    ("FSDP2", "HSDP on cuda"): lambda given: _checked(config_of(given), [], [[ON_CUDA]]),
     ("FSDP2", "shards without replicas"): lambda given: sums_of(config_of(given), TWO, None),
     ("FSDP2", "replicas without shards"): by_replicas,
     ("FSDP2", "a module's own all-gather"): by_own_all_gather,

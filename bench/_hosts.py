@@ -1,11 +1,10 @@
 """Hosts on one machine: network namespaces, joined by links of a chosen speed.
 
-    python bench/hosts.py --hosts 2 --ranks-per-host 1 --link 1gbit -- script.py --its arguments
+    python bench/_hosts.py --hosts 2 --ranks-per-host 1 --link 1gbit -- script.py --its arguments
 
 runs the script on every host under torchrun, as on a small cluster. Each host has its own name and address, and its
 link carries --link bits a second each way, headers included. If there are at least as many cores as hosts, each host
-has its own cores, as in a cluster. Otherwise all hosts share all cores. Without a script, hosts.py measures the rate
-that TCP reaches on links of several speeds.
+has its own cores, as in a cluster. Otherwise all hosts share all cores.
 
 The hosts can reach each other and nothing else. They are made for this run, in their own namespaces, and removed with
 it. The machine's own network is not touched, several runs may go on at once, and a run removes what a killed run has
@@ -17,7 +16,7 @@ environment variables, besides torchrun's:
     FUSEDCOMM_BENCH_HOSTS, FUSEDCOMM_BENCH_LINK      the number of hosts, and the value of --link
     FUSEDCOMM_BENCH_INTERFACE, GLOO_SOCKET_IFNAME    the interface that leads to the other hosts
 
-Needs root, ip, tc and taskset, half a GiB of memory for each process; a minute for the links.
+Needs root, ip, tc and taskset, and half a GiB of memory for each process.
 """
 
 import argparse
@@ -47,10 +46,6 @@ MAX_HOSTS = 64
 MASTER_PORT = 29500
 # Seconds that other processes may go on after one has failed, and between two looks at them.
 GRACE_S, POLL_S = 10.0, 0.02
-MIN_SHARE, FILLED_BITS_S = 0.8, 10**9
-"""TCP must reach at least MIN_SHARE of a link's rate, up to FILLED_BITS_S. Faster links take more cores to fill."""
-FLOW = Path(__file__).resolve().parent / "_flow.py"
-FLOW_PORT = 5001
 
 
 def parse_link(text: str) -> int | None:
@@ -191,47 +186,6 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int:
         time.sleep(POLL_S)
 
 
-# ---- the rates of links
-
-
-def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> list[dict]:
-    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and, if `both_ways`, of one in the
-    other direction at the same time. Raises NetworkError if a process fails."""
-    pipes = {"stdout": subprocess.PIPE, "text": True}
-    receivers, senders = [], []
-    for sender, receiver in ((0, 1), (1, 0))[: 1 + both_ways]:
-        address = (cluster.addresses[receiver], str(FLOW_PORT))
-        receivers.append(cluster.start(receiver, [sys.executable, str(FLOW), "receive", *address], **pipes))
-        senders.append(cluster.start(sender, [sys.executable, str(FLOW), "send", *address, str(seconds)]))
-    outputs = [receiver.communicate(timeout=seconds + 60)[0] for receiver in receivers]
-    statuses = [process.wait(timeout=60) for process in receivers + senders]
-    if any(statuses):
-        raise NetworkError(f"the flows ended with {statuses}")
-    return [json.loads(output) for output in outputs]
-
-
-def measure_links(links: Sequence[str], seconds: float, subnet: str | None, congestion: str, path: str | None) -> None:
-    from lib.common import Report, Row, print_table
-
-    report = Report(path, seconds=seconds, congestion=congestion)
-    for link in links:
-        with make(2, link, subnet, congestion) as cluster:
-            for both_ways in (False, True):
-                flows = measure_flow(cluster, seconds, both_ways)
-                slower = min(flows, key=lambda flow: flow["nbytes"] / flow["seconds"])
-                nbytes, taken_s = slower["nbytes"], slower["seconds"]
-                bits_s = parse_link(link)
-                share = nbytes * 8 / taken_s / bits_s if bits_s else None
-                ratios = {} if share is None else {"line": share}
-                impl = "TCP, both ways" if both_ways else "TCP, one way"
-                # More payload than the line's rate would mean that the limit does not work.
-                least = MIN_SHARE if bits_s and bits_s <= FILLED_BITS_S else 0
-                checked = share is None or least <= share <= 1
-                report.add([Row(f"link/{link}", impl, 0, nbytes, taken_s, taken_s, checked, ratios)])
-    print_table(report.rows)
-    report.finish()
-
-
 # ---- for programs that run a script of their own on hosts or, with --hosts 0, over loopback
 
 
@@ -312,29 +266,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, help="hosts to run a script on (2)")
-    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host, for a script (1)")
-    parser.add_argument("--link", nargs="+", help="a link's speed, each way: 100mbit … 10gbit, or unlimited (1gbit)")
+    parser.add_argument("--hosts", type=int, default=2, help="(2)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks on each host (1)")
+    parser.add_argument("--link", default="1gbit", help="its speed, each way: 100mbit … 10gbit, or unlimited (1gbit)")
     parser.add_argument("--subnet", help="a private subnet that this machine does not use (a free one)")
     parser.add_argument(
         "--congestion", default=CONGESTION, help=f"TCP's congestion control: cubic, reno, bbr ({CONGESTION})"
     )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, help="length of each measured flow (3)")
-    length.add_argument("--quick", action="store_const", dest="seconds", const=0.5, help="flows of half a second")
-    parser.add_argument("--json", metavar="PATH", help="write the measured rates there")
-    parser.add_argument("command", nargs="*", metavar="-- script.py …", help="what torchrun runs on every host")
+    parser.add_argument("command", nargs="+", metavar="-- script.py …", help="what torchrun runs on every host")
     arguments = parser.parse_args()
-    if arguments.command and arguments.link and len(arguments.link) > 1:
-        parser.error("a script runs over one --link: give only one")
-    of_others = ("seconds", "json") if arguments.command else ("hosts", "ranks_per_host")
-    for name in of_others:
-        if getattr(arguments, name) is not None:
-            where = "is for links that are measured, without a script" if arguments.command else "is for a script"
-            parser.error(f"--{name.replace('_', '-')} {where}: leave it out")
-    for name, default in (("hosts", 2), ("ranks_per_host", 1), ("seconds", 3.0)):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
     if arguments.ranks_per_host < 1:
         parser.error("--ranks-per-host must be at least 1")
     return arguments
@@ -343,20 +283,11 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     try:
-        if arguments.command:
-            link = (arguments.link or ["1gbit"])[0]
-            with make(arguments.hosts, link, arguments.subnet, arguments.congestion) as cluster:
-                return cluster.torchrun(arguments.command, arguments.ranks_per_host)
-        reason = problem()
-        if reason:
-            print(f"not measured: {reason}")
-            return 0
-        links = arguments.link or ["100mbit", "1gbit", "10gbit", UNLIMITED]
-        measure_links(links, arguments.seconds, arguments.subnet, arguments.congestion, arguments.json)
+        with make(arguments.hosts, arguments.link, arguments.subnet, arguments.congestion) as cluster:
+            return cluster.torchrun(arguments.command, arguments.ranks_per_host)
     except NetworkError as error:
-        print(f"hosts.py: {error}", file=sys.stderr)
+        print(f"_hosts.py: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
