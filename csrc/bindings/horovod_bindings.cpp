@@ -96,7 +96,7 @@ void bind_horovod(pybind11::module_& m) {
       .def("poll", &Order::poll, py::arg("request"), NoGil())
       // Returns the error's text, empty if there is none.
       .def("wait", &Order::wait, py::arg("request"), NoGil())
-      .def("fail", &Order::fail, py::arg("why"), NoGil())
+      .def("give_up", &Order::give_up, py::arg("why"), NoGil())
       .def("shutdown", &Order::shutdown, NoGil())
       .def_property_readonly("failure", py::cpp_function(&Order::failure, NoGil()));
 }

@@ -18,7 +18,7 @@ from torch._C._nn import flatten_dense_tensors, unflatten_dense_tensors
 
 from fusedcomm.horovod.checks import Average, Max, Min, Product
 from fusedcomm.horovod.order import Request, SmallSum
-from fusedcomm.horovod.signature import DTYPES, Signature
+from fusedcomm.horovod.signature import Signature
 from fusedcomm.ranks import torch_groups
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -136,7 +136,7 @@ def neutral(signature: Signature, device: torch.device | None) -> list[torch.Ten
     be on one."""
     found = []
     for name, shape in signature.tensors:
-        dtype, value = DTYPES[name], 1.0 if signature.op == Product else 0.0
+        dtype, value = getattr(torch, name), 1.0 if signature.op == Product else 0.0
         if signature.op in (Min, Max):
             limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
             value = limits.max if signature.op == Min else limits.min

@@ -16,12 +16,17 @@ REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, to
 MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
 
 
-def check_tensor(kind: str, tensor: object, dtypes: frozenset[torch.dtype]) -> None:
-    """Raises ValueError unless it is a dense, contiguous tensor of one of the dtypes."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its name in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(kind: str, tensor: object, dtypes: frozenset[torch.dtype], has_rows: bool) -> torch.Tensor:
+    """The tensor. Raises ValueError unless it is a dense, contiguous one of these dtypes; with has_rows, no scalar."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise ValueError(f"{kind}: a tensor of dtype {tensor.dtype} is not possible: convert it to one of {names}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{kind}: a tensor of layout {tensor.layout} is not possible: use sparse_allreduce_async()")
@@ -30,27 +35,23 @@ def check_tensor(kind: str, tensor: object, dtypes: frozenset[torch.dtype]) -> N
             f"{kind}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: pass "
             "tensor.contiguous()"
         )
+    if has_rows and tensor.dim() == 0:
+        raise ValueError(f"{kind}: a scalar has no first dimension: pass tensor.reshape(1)")
+    return tensor
 
 
-def check_group(kind: str, tensors: object, dtypes: frozenset[torch.dtype]) -> list[torch.Tensor]:
+def check_group(kind: str, tensors: object, dtypes: frozenset[torch.dtype], has_rows: bool) -> list[torch.Tensor]:
     """The tensors as a list. Raises ValueError for what check_tensor() refuses and for no tensors at all, and
     HorovodInternalError if they are on several devices."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise ValueError(f"grouped {kind}: expected a list of tensors, got {type(tensors).__name__}")
     if not tensors:
         raise ValueError(f"grouped {kind}: the list has no tensors")
-    for tensor in tensors:
-        check_tensor(f"grouped {kind}", tensor, dtypes)
-    devices = {tensor.device for tensor in tensors}
+    checked = [check_tensor(f"grouped {kind}", tensor, dtypes, has_rows) for tensor in tensors]
+    devices = {tensor.device for tensor in checked}
     if len(devices) > 1:
         raise HorovodInternalError(f"grouped {kind}: the tensors are on several devices, {sorted(map(str, devices))}")
-    return list(tensors)
-
-
-def check_has_rows(kind: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a scalar, which has no first dimension."""
-    if tensor.dim() == 0:
-        raise ValueError(f"{kind}: a scalar has no first dimension: pass tensor.reshape(1)")
+    return checked
 
 
 def parse_op(op: int | None, average: bool | None) -> int:

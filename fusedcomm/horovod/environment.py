@@ -6,31 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of hvd.init(). A time of 0 means never, except for `timeout_s`. Texts may be empty."""
-
-    fusion_nbytes: int = 25 << 20
-    stall_warning_s: float = 60.0
-    stall_shutdown_s: float = 0.0
-    timeout_s: float = 30.0
-    timeline: str = ""
-    mark_cycles: bool = False
-    elastic: bool = False
-    interface: str = ""
-
-
-def settings() -> Settings:
-    """The settings that the variables give. Raises ValueError for the first impossible one."""
-    found = {}
-    for name, (field, read) in _VARIABLES.items():
-        if text := os.environ.get(name, "").strip():
-            found[field] = read(name, text)
-    if flag("HOROVOD_STALL_CHECK_DISABLE"):
-        found.update(stall_warning_s=0.0, stall_shutdown_s=0.0)
-    return Settings(**found)
+from typing import Any
 
 
 def flag(name: str, text: str | None = None) -> bool:
@@ -59,13 +35,33 @@ def seconds(name: str, text: str) -> float:
     return found
 
 
-_VARIABLES: dict[str, tuple[str, Callable]] = {
-    "HOROVOD_FUSION_THRESHOLD": ("fusion_nbytes", whole),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", seconds),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", seconds),
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("timeout_s", seconds),
-    "HOROVOD_TIMELINE": ("timeline", lambda _, text: text),
-    "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", flag),
-    "HOROVOD_ELASTIC": ("elastic", flag),
-    "HOROVOD_GLOO_IFACE": ("interface", lambda _, text: text),
-}
+def _variable(name: str, default: Any, read: Callable[[str, str], Any] = lambda _, text: text) -> Any:
+    """A setting, and the variable that it is read from."""
+    return dataclasses.field(default=default, metadata={"variable": (name, read)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of hvd.init(). A time of 0 means never, except for the timeouts. Texts may be empty."""
+
+    fusion_nbytes: int = _variable("HOROVOD_FUSION_THRESHOLD", 25 << 20, whole)
+    stall_warning_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, seconds)
+    stall_shutdown_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, seconds)
+    timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", 30.0, seconds)
+    change_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", 1800.0, seconds)
+    timeline: str = _variable("HOROVOD_TIMELINE", "")
+    mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", False, flag)
+    elastic: bool = _variable("HOROVOD_ELASTIC", False, flag)
+    interface: str = _variable("HOROVOD_GLOO_IFACE", "")
+
+
+def settings() -> Settings:
+    """The settings that the variables give. Raises ValueError for the first impossible one."""
+    found = {}
+    for field in dataclasses.fields(Settings):
+        name, read = field.metadata["variable"]
+        if text := os.environ.get(name, "").strip():
+            found[field.name] = read(name, text)
+    if flag("HOROVOD_STALL_CHECK_DISABLE"):
+        found.update(stall_warning_s=0.0, stall_shutdown_s=0.0)
+    return Settings(**found)

@@ -128,13 +128,14 @@ def _enter(decision: "Decision") -> None:
 
 def _has_come(view: "View") -> bool:
     """Waits until all members of the view have come, as ControlPlane.install(). Those that keep the others waiting are
-    named: one may be in a long evaluation, or never come."""
+    named: one may be in a long evaluation, or never come. Raises InstallTimeoutError in the end."""
     from fusedcomm.members.errors import InstallTimeoutError
-    from fusedcomm.members.members import INSTALL_TIMEOUT_S
 
     assert _members is not None
+    settings = environment.settings()
     try:
-        return _members.plane.install(view, environment.settings().timeout_s)
+        return _members.plane.install(view, settings.timeout_s)
     except InstallTimeoutError as error:
-        LOGGER.warning("%s: see what they do. The others wait for them for %g minutes", error, INSTALL_TIMEOUT_S / 60)
-    return _members.plane.install(view, INSTALL_TIMEOUT_S)
+        left = f"HOROVOD_ELASTIC_TIMEOUT={settings.change_timeout_s:g} more seconds"
+        LOGGER.warning("%s: see what they do. The others wait for them for %s", error, left)
+    return _members.plane.install(view, settings.change_timeout_s)

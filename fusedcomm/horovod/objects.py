@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.ops as ops
+from fusedcomm.horovod.operations import Call, finished, told_to_others
 from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.ranks.objects import pack, unpack
@@ -135,16 +136,18 @@ def broadcast_object(
     installed. `root_rank`: a rank of the job, also in a process set."""
     is_root = member_of(process_set)[0].rank == root_rank
     name = "broadcast_object" if name is None else name
-    received = _from_root(pickler.dumps(obj) if is_root else b"", root_rank, name, process_set)
+    with told_to_others(Call("broadcast", None, f"{name}.sz", process_set)):
+        content = pickler.dumps(obj) if is_root else b""
+    received = _from_root(content, root_rank, name, process_set)
     return obj if is_root else pickle.loads(received)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
     name = "allgather_object" if name is None else name
-    data = _as_tensor(pickler.dumps(obj))
-    sizes = ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
-    gathered = ops.allgather_async(data, f"{name}.t", process_set)
-    nbytes = synchronize(sizes).tolist()
-    parts = synchronize(gathered).split(nbytes)
-    return [pickle.loads(bytes(part.clone().untyped_storage())) for part in parts]
+    call: Call[list[torch.Tensor]] = Call("allgather", None, name, process_set, is_group=True)
+    with told_to_others(call):
+        data = _as_tensor(pickler.dumps(obj))
+        call.given = [torch.tensor([data.numel()]), data]
+    nbytes, gathered = finished(call)
+    return [pickle.loads(bytes(part.clone().untyped_storage())) for part in gathered.split(nbytes.tolist())]

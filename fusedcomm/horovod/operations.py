@@ -6,9 +6,10 @@ tensor. Gradients of allgather and broadcast are averaged over the ranks, as the
 gradient is gathered, times what the sum was scaled by.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ from fusedcomm.horovod.checks import (
     Average,
     Sum,
     check_group,
-    check_has_rows,
     check_scattered_op,
     check_tensor,
     parse_splits,
@@ -42,7 +42,7 @@ SMALL_NBYTES = 1 << 10
 class Call(Generic[Result]):
     """A collective with its arguments. `given`: a tensor, or a list of them if it is a group, which is one operation.
     `how`: op, prescale, postscale, root_rank and splits, as far as the kind has them. `compression`: what
-    ops.py compresses it with; None: nothing."""
+    ops.py compresses it with; None: nothing. `name`: None until told_to_others() gives it one."""
 
     kind: str
     given: Any
@@ -51,6 +51,12 @@ class Call(Generic[Result]):
     how: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_group: bool = False
     compression: Any = None
+
+    @property
+    def told_name(self) -> str:
+        """Its name among the ranks, once it has one: names of groups are kept apart from those of single tensors."""
+        assert self.name is not None
+        return f"grouped.{self.name}" if self.is_group else self.name
 
 
 class Kind(NamedTuple):
@@ -66,9 +72,9 @@ class Kind(NamedTuple):
 
 
 @torch.no_grad()
-def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
+def start(by_set: dict[int, Members], set_id: int, rows: Rows, requests: list[Request]) -> Bucket:
     """Begins the operations of a bucket, at its turn. On an accelerator all of their work is then enqueued."""
-    signature = requests[0].signature
+    members, signature = by_set[set_id], requests[0].signature
     with members.on_stream(signature.device) as stream:
         for request in requests:
             if not request.inputs:
@@ -81,45 +87,52 @@ def start(members: Members, rows: Rows, requests: list[Request]) -> Bucket:
     return bucket
 
 
+@contextlib.contextmanager
+def told_to_others(call: Call[Any]) -> Iterator[None]:
+    """Names the operation. What is raised within is told to the ranks that submit it, which would wait for this one:
+    they get it as a HorovodInternalError. Raises what member_of() raises."""
+    (found, _), set_id = member_of(call.process_set), call.process_set.process_set_id or 0
+    if call.name is None:
+        call.name = found.order.next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
+    try:
+        yield
+    except Exception as error:
+        found.order.refuse(set_id, call.kind, call.told_name, str(error))
+        raise
+
+
+def checked(call: Call[Any]) -> list[torch.Tensor]:
+    """The tensors that it was given. Raises what check_tensor() and check_group() do."""
+    about = call.kind, call.given, KINDS[call.kind].dtypes, KINDS[call.kind].has_rows
+    return check_group(*about) if call.is_group else [check_tensor(*about)]
+
+
 def begin(call: Call[Any], *, in_place: bool = False, at_once: bool = False) -> Request:
     """Submits an operation; autograd does not see it. Returns its handle. at_once: the caller is about to wait for
     it."""
     found, _ = member_of(call.process_set)
     given, about, how, set_id = call.given, KINDS[call.kind], call.how, call.process_set.process_set_id or 0
-    if call.is_group:
-        tensors = check_group(call.kind, given, about.dtypes)
-    else:
-        check_tensor(call.kind, given, about.dtypes)
-        tensors = [given]
-    if about.has_rows:
-        for tensor in tensors:
-            check_has_rows(call.kind, tensor)
-    name = call.name
-    if name is None:
-        name = found.order.next_name(set_id, f"grouped {call.kind}" if call.is_group else call.kind)
-    # Names of groups are kept apart from those of single tensors.
-    name, rows = f"grouped.{name}" if call.is_group else name, ()
-    root = root_in_set(call.process_set, how["root_rank"]) if "root_rank" in how else 0
-    if call.kind == "reducescatter":
-        check_scattered_op(how["op"])
-    members = found.members[set_id]
-    try:
+    members, rows, root = found.members[set_id], (), 0
+    with told_to_others(call):
+        tensors = checked(call)
+        if "root_rank" in how:
+            root = root_in_set(call.process_set, how["root_rank"])
+        if call.kind == "reducescatter":
+            check_scattered_op(how["op"])
         members.check(tensors[0].device)
         if call.kind == "alltoall":
             rows = tuple(parse_splits(how["splits"], given.shape[0], members.size))
         elif call.kind == "allgather":
             rows = tuple([tensor.shape[0] for tensor in tensors])
-    except ValueError as error:
-        found.order.refuse(set_id, call.kind, name, str(error))
-        raise
     outputs: list[torch.Tensor] = []
     if about.has_output:
         outputs = tensors if in_place else [_empty_like(tensor) for tensor in tensors]
     inputs = _as_moved(tensors)
     if call.kind == "alltoall":
         inputs = [inputs[0][: sum(rows)]]
-    signature = Signature(call.kind, name, how.get("op", Sum), how.get("prescale", 1.0), how.get("postscale", 1.0),
-                          root, inputs[0].device.type, described(call.kind, inputs))  # fmt: skip
+    factors, device = (how.get("prescale", 1.0), how.get("postscale", 1.0)), inputs[0].device.type
+    about_inputs = described(call.kind, inputs)
+    signature = Signature(call.kind, call.told_name, how.get("op", Sum), *factors, root, device, about_inputs)
 
     def finish(request: Request) -> Any:
         if in_place:

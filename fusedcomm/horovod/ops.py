@@ -24,7 +24,8 @@ Errors that all have:
         operation of this name is under way.
     TypeError: `compression` is none.
     HorovodInternalError: the ranks do not agree on the operation: the text names both ranks and both values, and the
-        next operation works. Or a rank was lost or has called hvd.shutdown(): every later operation fails, too.
+        next operation works. Or another rank cannot take part: the text has what its call has raised. Or a rank was
+        lost or has called hvd.shutdown(): every later operation fails, too.
 """
 
 import inspect
@@ -33,9 +34,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_arg
 
 import torch
 
-from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
+from fusedcomm.horovod.checks import Average, parse_op
 from fusedcomm.horovod.compression import Compression, check_compression
-from fusedcomm.horovod.operations import Call, Result, begin, finished, run
+from fusedcomm.horovod.operations import Call, Result, begin, checked, finished, run, told_to_others
 from fusedcomm.horovod.order import Request, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.signature import NO_NAME, Signature
@@ -115,8 +116,8 @@ def _carried(call: Call[Any]) -> Any:
     compression = call.compression
     if compression is None:
         return run(call)
-    tensors = check_group(call.kind, call.given, REDUCED) if call.is_group else [call.given]
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    with told_to_others(call):
+        pairs = [compression.compress(tensor) for tensor in checked(call)]
     sent = [each for each, _ in pairs]
     call.given = sent if call.is_group else sent[0]
     reduced = run(call) if call.is_group else [run(call)]
@@ -241,8 +242,7 @@ def _alltoall(
     not sent. splits: a list, or int32 or int64 of shape (ranks of the set,); None: as many rows to each.
 
     The result is a pair, also without `splits`: the received rows in rank order, and how many came from each rank,
-    int32 of shape (ranks of the set,), on the device of `splits`. Where `splits` are wrong, this rank gets a
-    ValueError, and the others a HorovodInternalError."""
+    int32 of shape (ranks of the set,), on the device of `splits`."""
     return Call("alltoall", tensor, name, process_set, dict(splits=splits))
 
 

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, OfGradients, check_compression, config_of_gradients
 from fusedcomm.horovod.errors import HorovodInternalError
+from fusedcomm.horovod.operations import Call, begin, told_to_others
 from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer
@@ -149,23 +149,22 @@ class ReducedOptimizer(Spelled):
     def _reduce_by_operations(self) -> None:
         """For what no wire does: a compressor of the user's, and other reductions than sums."""
         options = self._options
-        named = [(name, each) for name, each in self._named() if each.requires_grad]
-        for name, each in named:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-            elif each.grad.is_sparse:
-                raise ValueError(
-                    f"the gradient of {name} is sparse, which this compression or op does not take: use "
-                    "hvd.Compression.none with hvd.Average or hvd.Sum"
-                )
-        sent = [options.compression.compress((each.grad / options.predivide).contiguous()) for _, each in named]
-        handles = [
-            ops.allreduce_async_(
-                tensor, name=name, op=options.op, postscale_factor=options.predivide, process_set=self.process_set
-            )
-            for (name, _), (tensor, _) in zip(named, sent, strict=True)
-        ]
-        for (_, each), (_, context), handle in zip(named, sent, handles, strict=True):
+        trained = [(name, each) for name, each in self._named() if each.requires_grad]
+        begun = []
+        for name, each in trained:
+            call: Call[torch.Tensor] = Call("allreduce", None, name, self.process_set)
+            call.how = dict(op=options.op, prescale=1.0, postscale=options.predivide)
+            with told_to_others(call):
+                if each.grad is None:
+                    each.grad = torch.zeros_like(each)
+                elif each.grad.is_sparse:
+                    raise ValueError(
+                        f"the gradient of {name} is sparse, which this compression or op does not take: use "
+                        "hvd.Compression.none with hvd.Average or hvd.Sum"
+                    )
+                call.given, context = options.compression.compress((each.grad / options.predivide).contiguous())
+            begun.append((each, begin(call, in_place=True), context))
+        for each, handle, context in begun:
             each.grad.copy_(options.compression.decompress(synchronize(handle), context))
 
     @contextlib.contextmanager

@@ -213,7 +213,7 @@ class Order:
 
     def fail(self, why: str) -> None:
         """This rank's requests fail, and later ones. The other ranks are not told."""
-        self._native.fail(why)
+        self._native.give_up(why)
 
     def shutdown(self) -> bool:
         """Every rank's requests fail from then on. Returns whether all that was under way has ended. Idempotent."""

@@ -5,21 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.horovod.checks import OP_NAMES, Sum
+from fusedcomm.horovod.checks import OP_NAMES, Sum, dtype_name
 
-DTYPES = {
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Short": torch.int16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Bool": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_NAME = "noname"
 """Begins the names of operations that were given none."""
 ROWS_MAY_DIFFER = ("allgather", "alltoall")
@@ -29,7 +16,7 @@ ROWS_MAY_DIFFER = ("allgather", "alltoall")
 def described(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """A signature's `tensors`, of an operation of this kind."""
     first = 1 if kind in ROWS_MAY_DIFFER else 0
-    return tuple([(DTYPE_NAMES[each.dtype], tuple(each.shape[first:])) for each in tensors])
+    return tuple([(dtype_name(each.dtype), tuple(each.shape[first:])) for each in tensors])
 
 
 class Signature(NamedTuple):
@@ -38,7 +25,7 @@ class Signature(NamedTuple):
     kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join".
     root: in the process set.
     device: the type of the tensors' device.
-    tensors: dtype and shape of each; without the first dimension where that may differ.
+    tensors: dtype's name and shape of each; without the first dimension where that may differ.
     """
 
     kind: str
@@ -54,25 +41,16 @@ class Signature(NamedTuple):
     def key(self) -> str:
         return f"{self.kind}.{self.name}"
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether ranks may give tensors that differ in their first dimension."""
-        return self.kind in ROWS_MAY_DIFFER
-
     def nbytes(self) -> int:
         """Bytes of all tensors' elements, where their rows are the same on every rank."""
-        return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
-
-    @property
-    def dtypes(self) -> set[str]:
-        """Those of its tensors."""
-        return {dtype for dtype, _ in self.tensors}
+        return sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape in self.tensors)
 
     def fuses(self) -> tuple | None:
         """Operations with the same value may share a bucket; with None they share none."""
-        if self.kind != "allreduce" or len(self.dtypes) != 1:
+        dtypes = {dtype for dtype, _ in self.tensors}
+        if self.kind != "allreduce" or len(dtypes) != 1:
             return None
-        return self.op, self.prescale, self.postscale, self.device, *self.dtypes
+        return self.op, self.prescale, self.postscale, self.device, *dtypes
 
     @staticmethod
     def read(fields: list) -> "Signature":
@@ -102,7 +80,7 @@ def mismatch(one: Said, other: Said) -> str:
         ("postscale_factor", f"{a.postscale:.17g}", f"{b.postscale:.17g}"),
         ("device", a.device, b.device),
     ]
-    shape = "shape past the first dimension" if a.has_rows else "shape"
+    shape = "shape past the first dimension" if a.kind in ROWS_MAY_DIFFER else "shape"
     shapes = zip(a.shapes(rows_a), b.shapes(rows_b), strict=False)
     for i, (in_a, in_b, whole) in enumerate(zip(a.tensors, b.tensors, shapes, strict=False)):
         of = f" of tensor {i}" if len(a.tensors) > 1 else ""

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-import fusedcomm.horovod.ops as ops
 from fusedcomm.horovod.checks import Average, Sum
+from fusedcomm.horovod.operations import Call, begin, told_to_others
 from fusedcomm.horovod.order import synchronize
-from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
+from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 
 
 def sparse_allreduce_async(
@@ -22,24 +22,22 @@ def sparse_allreduce_async(
     Each rank's tensor is coalesced first, so an index travels once from each rank. Raises ValueError unless `tensor` is
     sparse and `op` is Average or Sum.
     """
-    found, _ = member_of(process_set)
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ValueError(f"sparse_allreduce_async: expected a tensor of layout torch.sparse_coo, got {what}")
-    if op not in (Average, Sum):
-        raise ValueError("sparse_allreduce_async: op must be hvd.Average or hvd.Sum")
-    own = tensor.detach().coalesce()
-    if name is None:
-        name = "sparse." + found.order.next_name(process_set.process_set_id, "sparse")
-    # Indices of shape (entries, sparse dimensions), so that ranks may differ in the first dimension.
-    indices = ops.allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = ops.allgather_async(own.values().contiguous(), f"{name}.values", process_set)
-    num_ranks = len(process_set.ranks)
+    call: Call[list[torch.Tensor]] = Call("allgather", None, name, process_set, is_group=True)
+    with told_to_others(call):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"sparse_allreduce_async: expected a tensor of layout torch.sparse_coo, got {what}")
+        if op not in (Average, Sum):
+            raise ValueError("sparse_allreduce_async: op must be hvd.Average or hvd.Sum")
+        own = tensor.detach().coalesce()
+        # Indices of shape (entries, sparse dimensions), so that ranks may differ in the first dimension.
+        call.given = [own.indices().t().contiguous(), own.values().contiguous()]
+    handle = begin(call)
 
     def wait() -> torch.Tensor:
-        all_indices, all_values = synchronize(indices), synchronize(values)
+        all_indices, all_values = synchronize(handle)
         if op == Average:
-            all_values = all_values / num_ranks
+            all_values = all_values / len(process_set.ranks)
         summed = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
         return summed.coalesce()
 

@@ -74,7 +74,9 @@ def init_again() -> None:
     if new.size > 1:
         control, new.sockets = kept_alive(lambda: connect_gloo(new.store, "control", new.rank, new.size, new.timeout))
     ranks = [new.sets[set_id].ranks for set_id in sorted(new.sets)]
-    new.order = Order(new.rank, new.size, ranks, control, new.settings, functools.partial(_start, new.members))
+    new.order = Order(
+        new.rank, new.size, ranks, control, new.settings, functools.partial(operations.start, new.members)
+    )
     set_world(new)  # from here on the wait for a rank that is silent can be ended
     try:
         # A rank that goes on may end the job while others are still connecting.
@@ -140,10 +142,6 @@ def _met() -> World:
         settings=settings,
         meeting=meeting,
     )
-
-
-def _start(members: dict[int, Any], set_id: int, rows: Sequence[Sequence[int]], requests: list[Request]) -> Any:
-    return operations.start(members[set_id], rows, requests)
 
 
 def shutdown() -> None:

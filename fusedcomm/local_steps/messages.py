@@ -93,7 +93,8 @@ class Messages:
         message.future = future = self._sum.run(
             names=[*tensors, CONTROL], tensors=[*tensors.values(), message.control], ends_step=True
         )
-        if window is not None and _is_on_cpu(message):
+        # On an accelerator the sum is only enqueued then.
+        if window is not None and self._reading is None:
             future.add_done_callback(lambda _: window.arrived(number))
         if self._reading is not None:
             # Steps follow before the message is read. On their stream the host would wait for these.
@@ -118,7 +119,7 @@ class Messages:
         values = numbers.tolist()
         weight, of_own, finishing, *bits = values[:CONTROL_NUMEL]
         of_mean, of_anchor, *own_bits = values[CONTROL_NUMEL:]
-        if self._window is not None and not _is_on_cpu(message):
+        if self._window is not None and self._reading is not None:
             self._window.arrived(message.number)
         self._compare(message, bits, own_bits)
         message.all_finish = finishing > 1 - 0.5 / self._session.world_size
@@ -144,11 +145,6 @@ class Messages:
             f"{self._session.rank}, before merge {message.number}): a rank has changed it, has loaded another "
             "checkpoint, or computes other bits. Load the same state on every rank"
         )
-
-
-def _is_on_cpu(message: Message) -> bool:
-    """Whether a message has arrived when the engine is done with it. On an accelerator it is only enqueued then."""
-    return message.own.device.type == "cpu"
 
 
 def _bits(checksum: torch.Tensor) -> torch.Tensor:

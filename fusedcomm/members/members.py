@@ -5,7 +5,7 @@ import datetime
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fusedcomm import env, log
 from fusedcomm.config import check
 from fusedcomm.members.plane import addresses
-from fusedcomm.members.plane.control import ControlPlane, new_uid
+from fusedcomm.members.plane.control import ControlPlane
 from fusedcomm.members.plane.listener import numeric_host
 from fusedcomm.members.plane.view import Decision, Member, View
 from fusedcomm.members.training.place import check_state, share_of
@@ -118,15 +118,15 @@ class Members(Sealed):
             self._file.note([], "")  # fails now, before a port is open, if it will
         cpu, world = torch.device("cpu"), dist.group.WORLD
         timeout = dist.default_pg_timeout if join is not None else groups.group_timeout(world, cpu)
-        near = addresses.split(join.split(",")[0]) if join is not None else bounded_store.store_address(world)
-        own_host = own_address.towards(*near) if host is None and near is not None else numeric_host(host)
+        near = [bounded_store.store_address(world)] if join is None else map(addresses.split, join.split(","))
+        own_host = numeric_host(host) if host is not None else _address_towards(filter(None, near))
         self._store: dist.TCPStore | None = served_store(own_host, timeout=datetime.timedelta(seconds=60))
         info = {
             "store": [own_host, self._store.port],
             "process": own_address.own_process(),
             "timeout_s": timeout.total_seconds(),
         }
-        self.plane = ControlPlane(new_uid(), info, min_ranks=min_ranks, silence_s=silence, host=own_host)
+        self.plane = ControlPlane(uuid.uuid4().hex, info, min_ranks=min_ranks, silence_s=silence, host=own_host)
         self._current: View | None = None
         self._callbacks: list[Callable[[Decision], object]] = []
         self.carried: dict[str, Any] = {}
@@ -393,6 +393,15 @@ class Members(Sealed):
         if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):
             store.set(addresses.MET, self.address)
         self.enter(View(0, tuple(Member.from_json(of_rank["member"]) for of_rank in told), 0))
+
+
+def _address_towards(near: Iterable[tuple[str, int]]) -> str:
+    """This process's address on the way to the first of these places to which there is one: the name of a member that
+    is lost may be gone. Its host's own address if there is none."""
+    for place in near:
+        with contextlib.suppress(OSError):
+            return own_address.towards(*place)
+    return numeric_host(None)
 
 
 def _init_process_group() -> None:

@@ -2,17 +2,14 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
 
 from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.ranks.connections import MAX_LISTED
 from fusedcomm.ranks.roll_call import Began, RollCall, State, decode
 
-Key = TypeVar("Key", bound=Hashable)
 
-
-def read(store: BoundedStore, keys: Mapping[Key, str], found: dict[Key, bytes]) -> None:
+def read(store: BoundedStore, keys: Mapping[int, str], found: dict[int, bytes]) -> None:
     """Adds the values of those keys that are set to `found`, also if the store fails on the way."""
     names = list(keys)
     if names and store.check(list(keys.values())):

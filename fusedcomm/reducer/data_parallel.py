@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from fusedcomm.autotune.auto import ConfigLike
-from fusedcomm.config import LocalOptions, combinations
+from fusedcomm.config import LocalOptions, check, combinations
 from fusedcomm.members.members import Members
 from fusedcomm.members.training.passes import Training
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.ddp_arguments import (
     check_devices,
-    check_flags,
     check_module,
     group_of,
     has_buffers,
@@ -171,13 +170,11 @@ class DataParallel(Spelled, DistributedDataParallel):
             "buffers that are broadcast": bool(broadcast_buffers or forward_sync_buffers) and has_buffers(module),
         }
         combinations.refuse("DataParallel", given)
-        check_flags(
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-        )
+        check.flag("broadcast_buffers", broadcast_buffers)
+        check.flag("init_sync", init_sync)
+        check.flag("check_reduction", check_reduction)
+        check.flag("gradient_as_bucket_view", gradient_as_bucket_view)
+        check.flag("static_graph", static_graph)
         self._joins = members is not None and members.joins is not None
         if members is None:
             self.process_group = group_of(process_group, device_mesh)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import check
 from fusedcomm.reducer.parameters import is_ignored
 
 
@@ -28,12 +27,6 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
 def has_buffers(module: object) -> bool:
     """Whether it is a module with buffers."""
     return isinstance(module, nn.Module) and next(module.buffers(), None) is not None
-
-
-def check_flags(**flags: object) -> None:
-    """Raises ValueError for the first argument that is neither True nor False."""
-    for name, value in flags.items():
-        check.flag(name, value)
 
 
 def check_module(module: object, ignored: Collection[str]) -> torch.device:

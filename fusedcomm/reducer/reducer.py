@@ -342,7 +342,7 @@ class GradReducer(CommHandle):
 
     def _let_go(self) -> None:
         if self._end_owner is not None:
-            end, self._end_owner = self._end_owner, _nothing  # the optimizer is not kept
+            end, self._end_owner = self._end_owner, lambda: None  # the optimizer is not kept
             end()
         # Backward passes leave gradients as they are on each rank from now on.
         ignore_steps(self)
@@ -395,10 +395,6 @@ class GradReducer(CommHandle):
         """Those of the module as it is now; without a module, those that were given."""
         module = self._module_of()
         return self.parameters_now() if module is None else list(module.parameters())
-
-
-def _nothing() -> None:
-    pass
 
 
 def _text(store: dist.Store, key: str) -> str:

@@ -39,12 +39,6 @@ def test_a_removal_is_found(mutated, index):
     assert mutation.is_found_in(output), output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in MUTATIONS}))
-def test_without_a_removal_the_scene_passes(mutated, scene):
-    cuda_stress.run(*cuda_stress.command(mutated, scene))
-
-
 def test_every_text_that_is_removed_occurs_once(tmp_path):
     event_mutations.write_sources(MUTATIONS, tmp_path)
     assert MUTATIONS and all(mutation.scene and mutation.message for mutation in MUTATIONS)

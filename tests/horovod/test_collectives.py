@@ -2,7 +2,6 @@
 derivatives."""
 
 import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from jobs import MOVED, REDUCED, job, reduced, values
 from sampling import few
 
 import fusedcomm.horovod as hvd
-from fusedcomm.horovod import ops
+from fusedcomm.horovod import operations
 from fusedcomm.horovod import sparse as sparse_ops
 
 Shape = tuple[int, ...]
@@ -298,12 +297,12 @@ def test_sparse_tensors_are_summed_whatever_indices_the_ranks_have(ranks, size):
 def check_coalesced(rank, size):
     gathered = []
 
-    def allgather_async(tensor, *rest):
-        gathered.append(tensor.shape[0])
-        return ops.allgather_async(tensor, *rest)
+    def begin(call):
+        gathered.extend(tensor.shape[0] for tensor in call.given)
+        return operations.begin(call)
 
     with job(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_ops, "ops", types.SimpleNamespace(allgather_async=allgather_async))
+        patch.setattr(sparse_ops, "begin", begin)
         own = torch.sparse_coo_tensor(torch.tensor([[3] * 1000]), torch.ones(1000, 2), (10, 2))
         result = hvd.sparse_allreduce_async(own, "x", hvd.Sum)()
         assert gathered == [1, 1] and torch.equal(result.to_dense()[3], torch.full((2,), 1000.0 * size))

@@ -84,10 +84,11 @@ from pathlib import Path
 import fusedcomm.horovod as hvd
 from fusedcomm.log import LOGGER
 
-named = Path(sys.argv[1])
+named, given_up = (Path(sys.argv[1]) / name for name in ("named", "given up"))
 hvd.init()
 first = hvd.rank()
 os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "5"
+os.environ["HOROVOD_ELASTIC_TIMEOUT"] = sys.argv[3]
 handler = logging.Handler()
 handler.emit = lambda record: named.touch() if "rank(s) [1] of it have not come" in record.getMessage() else None
 LOGGER.addHandler(handler)
@@ -99,12 +100,19 @@ def train(state):
         hvd.allreduce(torch.ones(1), name="before")
         if first == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        while first == 1 and not named.exists():
+        while first == 1 and not (Path(sys.argv[1]) / sys.argv[2]).exists():
             time.sleep(0.02)
+        if given_up.exists():
+            os._exit(3)
     total = hvd.allreduce(torch.ones(1), name="after", op=hvd.Sum).item()
     print(f"rank {first} goes on with the sum {total}", flush=True)
 
-train(state)
+try:
+    train(state)
+except RuntimeError as error:
+    print(error, flush=True)
+    given_up.touch()
+    os._exit(3)
 """
 MISSING = """
 import os, signal
@@ -204,5 +212,11 @@ def test_a_worker_that_never_comes_is_named_within_the_limit():
 
 @pytest.mark.full
 def test_a_worker_that_does_not_come_after_a_change_is_named_and_waited_for(tmp_path):
-    said = ended(*launched(3, script=LINGERS), str(tmp_path / "named"))
+    said = ended(*launched(3, script=LINGERS), str(tmp_path), "named", "1000")
     assert [said.count(f"rank {rank} goes on with the sum 2.0") for rank in range(3)] == [1, 1, 0]
+
+
+@pytest.mark.full
+def test_a_worker_that_never_comes_after_a_change_is_named_within_the_limit(tmp_path):
+    said = ended(*launched(3, script=LINGERS), str(tmp_path), "given up", "1", status=3)
+    assert "ready everywhere in 1 s: rank(s) [1] of it have not come" in said

@@ -51,43 +51,32 @@ def test_a_rank_that_is_killed_is_named_to_the_others(ranks):
         assert how == "value" and told[0] == "HorovodInternalError" and "rank 1" in told[1], told
 
 
-def with_a_silent_rank(rank, size):
-    """Whether the order has ended with nothing left behind, after each rank has given up by itself."""
-    hvd.init()
-    hvd.barrier()
-    found = world().order
-    found.fail("a rank is silent")
-    has_ended = found.shutdown()
-    hvd.shutdown()
-    return has_ended
-
-
-def test_ranks_that_have_given_up_end_together(ranks):
-    assert ranks.run(with_a_silent_rank, world_size=3) == [True] * 3
-
-
-def with_a_stopped_rank(rank, size):
-    """As with_a_silent_rank(), but rank 2 is stopped meanwhile, and its connections stay open."""
+def with_a_silent_rank(rank, size, stops):
+    """Whether the order has ended with nothing left behind, after each rank has given up by itself. stops: rank 2 is
+    stopped meanwhile, and its connections stay open."""
     hvd.init()
     pids = hvd.allgather_object(os.getpid())
-    if rank == 2:
+    found, store = world().order, world().store
+    if stops and rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-        hvd.shutdown()
-        return True
-    with open(f"/proc/{pids[2]}/stat") as stat:
-        while stat.read().rpartition(")")[2].split()[0] != "T":
-            stat.seek(0)
-    found = world().order
+    elif stops:
+        with open(f"/proc/{pids[2]}/stat") as stat:
+            while stat.read().rpartition(")")[2].split()[0] != "T":
+                stat.seek(0)
     found.fail("a rank is silent")
     has_ended = found.shutdown()
     hvd.shutdown()
-    if rank == 0:
+    if rank == 1:
+        store.set("rank 1 has ended", "1")
+    elif stops and rank == 0:
+        store.wait(["rank 1 has ended"])
         os.kill(pids[2], signal.SIGCONT)
     return has_ended
 
 
-def test_ranks_that_have_given_up_a_stopped_one_end(ranks):
-    assert ranks.run(with_a_stopped_rank, world_size=3) == [True] * 3
+@pytest.mark.parametrize("stops", [False, True])
+def test_ranks_that_have_given_up_end_although_one_is_stopped(ranks, stops):
+    assert ranks.run(with_a_silent_rank, stops, world_size=3) == [True] * 3
 
 
 def with_a_broken_comparison(rank, size):
@@ -133,6 +122,51 @@ def refusals(rank, size):
 
 def test_each_refusal_is_told_and_forgotten(ranks):
     assert ranks.run(refusals, world_size=2) == [0, 0]
+
+
+class Fails:
+    """A compressor whose compress() fails."""
+
+    compress = staticmethod(lambda tensor: 1 // 0)
+    decompress = staticmethod(lambda tensor, context: tensor)
+
+
+def step_with(compression):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), compression=compression, op=hvd.Max)
+    weight.sum().backward()
+    optimizer.step()
+
+
+ONE_SIDED = [
+    lambda wrong: hvd.allreduce(torch.ones(2), compression=hvd.Compression.int8 if wrong else hvd.Compression.none),
+    lambda wrong: hvd.grouped_allreduce([torch.ones(2)], compression=Fails if wrong else hvd.Compression.none),
+    lambda wrong: hvd.reducescatter(torch.ones(2), name="x", compression=Fails if wrong else hvd.Compression.none),
+    lambda wrong: hvd.allreduce(torch.ones(2, dtype=torch.int16 if wrong else torch.int32)),
+    lambda wrong: hvd.broadcast(torch.ones(2, 2).t() if wrong else torch.ones(2, 2), 0, name="x"),
+    lambda wrong: hvd.grouped_allgather([] if wrong else [torch.ones(2)], name="x"),
+    lambda wrong: hvd.reducescatter(torch.ones(2), op=hvd.Max if wrong else hvd.Sum),
+    lambda wrong: hvd.sparse_allreduce_async(torch.ones(2) if wrong else torch.ones(2).to_sparse(), name="x")(),
+    lambda wrong: hvd.alltoall(torch.zeros(2), [-1, -1] if wrong else [1, 1]),
+    lambda wrong: hvd.broadcast_object(contextlib.suppress if not wrong else os.scandir(), root_rank=1),
+    lambda wrong: hvd.allgather_object([] if not wrong else os.scandir()),
+    lambda wrong: step_with(Fails if wrong else hvd.Compression.none),
+]
+
+
+def one_sided(rank, size):
+    """What each rank is told when rank 1 alone calls an operation wrongly; then it calls it as the others do."""
+    with job(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=str(patient(10))):
+        told = []
+        for call in ONE_SIDED:
+            told.append(raised(call, True) if rank == 1 else raised(call, False))
+            call(False)
+    return told
+
+
+def test_what_one_rank_alone_does_wrong_is_told_to_the_others(ranks):
+    for (kind, said), (_, own) in zip(*ranks.run(one_sided, world_size=2), strict=True):
+        assert kind == "HorovodInternalError" and f"rank 1 cannot take part: {own}" in said, (said, own)
 
 
 def stalls(rank, size):

@@ -1,11 +1,12 @@
 """Teams of processes that train, and members in the test's own process."""
 
 import contextlib
+import uuid
 
 import pytest
 from trainees import Rank, Team, Trainee
 
-from fusedcomm.members.plane.control import ControlPlane, new_uid
+from fusedcomm.members.plane.control import ControlPlane
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def plane():
 
         def make(job: str | None, uid: str = "", **options) -> ControlPlane:
             options = {"min_ranks": 1, "silence_s": 20.0, "host": "127.0.0.1", **options}
-            new = ControlPlane(uid or new_uid(), {}, **options)
+            new = ControlPlane(uid or uuid.uuid4().hex, {}, **options)
             made.callback(new.close)
             if job is not None:
                 new.set_job(job)

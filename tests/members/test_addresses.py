@@ -182,6 +182,22 @@ def test_without_an_answer_and_with_those_of_two_jobs_a_process_ends_and_begins_
         to_join(0)
 
 
+def test_of_several_addresses_one_whose_name_is_gone_keeps_nobody_from_joining(process, monkeypatch):
+    known, member = socket.getaddrinfo, process("one")
+
+    def getaddrinfo(host, *more, **options):
+        if host == "gone":
+            raise socket.gaierror("Name or service not known")
+        return known(host, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with fusedcomm.Members(join=f"gone:1,{member.address}") as joiner:
+        assert joiner.address.startswith(f"{HOST}:")
+        assert joiner.plane.join(joiner.joins, {}).view.number == 1
+    with fusedcomm.Members(join="gone:1") as joiner, pytest.raises(JoinRefusedError, match="'gone:1' is no address"):
+        joiner.plane.join(joiner.joins, {})
+
+
 def test_training_does_not_begin_with_the_file_of_one_that_runs(process, file):
     addresses.refuse_a_running_job(file)
     file.note([unused()], name_of("one"))

@@ -109,7 +109,7 @@ class Rank:
         """For what the script says; it may be the end."""
         plane = self.members.plane
         if step == self.script.meets and not self.joins:
-            wait_until(lambda: plane.barrier.is_holding or plane.view.number > 0, "a process is about to join")
+            wait_until(lambda: plane.barrier._boundary or plane.view.number > 0, "a process is about to join")
         if step == self.script.hold.get(self.name):
             wait_for(self.folder / "go")
         if self.dies(step, "before"):

@@ -135,20 +135,10 @@ def test_what_goes_wrong_is_named_and_ends_neither_training_nor_tracing(ranks, t
 # ---- tracks
 
 
-class Layers(torch.nn.Module):
-    """Three layers, each with a bucket of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(3)))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def of_buckets_in_flight(rank, world_size, path, store_path):
     """Before rank 0 has handed over all its buckets but the last, the others have handed over none."""
-    ddp = DistributedDataParallel(Layers(), bucket_cap_mb=0.01)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(3)))
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)  # each layer has a bucket of its own
     comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(4096, in_flight=4)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(2):
@@ -156,7 +146,7 @@ def of_buckets_in_flight(rank, world_size, path, store_path):
     store = torch.distributed.FileStore(store_path, world_size)
     step = 0
     if rank == 0:
-        ddp.module.layers[0].weight.register_hook(lambda gradient: store.set(f"handed over {step}", "all but one"))
+        ddp.module[0].weight.register_hook(lambda gradient: store.set(f"handed over {step}", "all but one"))
     with comm.trace(path):
         for step in range(2):
             loss = ddp(torch.ones(2, 60)).sum()

@@ -54,11 +54,16 @@ def cut_connections_to(port):
                 connected.shutdown(socket.SHUT_RDWR)
 
 
-def over_the_server(rank, world_size, port, stall_after, **options):
-    """The handle, and a function that makes steps. options: of the store."""
+def join_the_server(rank, world_size, port, group_timeout=None, **options):
+    """Makes a default group over the server's store. options: of the store."""
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, **options)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=group_timeout)
+
+
+def over_the_server(rank, world_size, port, stall_after, **options):
+    """The handle, and a function that makes steps. options: of the store."""
+    join_the_server(rank, world_size, port, **options)
     return attached(rank, stall_after)[1:]
 
 
@@ -209,56 +214,22 @@ def called_first(moment, function):
         setattr(place, name, own)
 
 
-def attached_without_its_store(rank, world_size, server, port, moment):
-    """The store's process is killed while ranks attach. Returns the error, "" if there is none, and the seconds until
-    then."""
-    dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LONG_S))
-    timeout = datetime.timedelta(seconds=LONG_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    ddp = DistributedDataParallel(Gradients(*SHAPES))
-    dist.barrier()
-
-    def cut() -> None:
-        dist.barrier()  # no rank needs the store to come this far
-        if rank == 0:
-            os.kill(server, signal.SIGKILL)
-        dist.barrier()
-
-    started, text = time.monotonic(), ""
-    with called_first(moment, cut):
-        try:
-            fusedcomm.attach(ddp, "int8")
-            synchronize(ddp, [torch.ones(shape) for shape in SHAPES])
-        except RuntimeError as error:
-            text = f"{type(error).__name__}: {error}"
-    waited_s = time.monotonic() - started
-    dist.barrier()  # a rank that has left would count as lost
-    return text, waited_s
-
-
-@pytest.mark.sampled(by=lambda moment: {"error": moment != "watching"})
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, server, moment):
-    for text, waited_s in ranks.run(attached_without_its_store, *server, moment, world_size=2):
-        if moment == "watching":  # the ranks have agreed, and train without reports
-            assert text == ""
+def without_its_store(rank, world_size, moment, server=None, port=None):
+    """The host of the store, the process `server` or without one rank 0, ends while ranks attach, or after a step of
+    DataParallel. Returns the error, "" if there is none, and the seconds until then."""
+    timeout, text = datetime.timedelta(seconds=LONG_S), ""
+    with contextlib.ExitStack() as group:
+        if server is None:
+            group.enter_context(group_over("tcp", rank, world_size, 0, timeout))
+            port = bounded_store.store_port(dist.group.WORLD)
         else:
-            assert text.startswith("StoreError: fusedcomm: the process group's store failed ("), text
-            assert f"a TCPStore at 127.0.0.1:{server[1]}, hosted by rank 0 of the job" in text
-            assert "look at its log" in text and "\n" not in text
-        assert waited_s < LONG_S / 2
-
-
-def without_its_host(rank, world_size, moment):
-    """Rank 0, which hosts the store, ends at the moment of attaching, or after a step of DataParallel. Returns the
-    error and the seconds after which a rank had it."""
-    with group_over("tcp", rank, world_size, 0, datetime.timedelta(seconds=LONG_S)):
-        port = bounded_store.store_port(dist.group.WORLD)
+            join_the_server(rank, world_size, port, timeout, timeout=timeout)
 
         def end() -> None:
+            if server is not None:
+                dist.barrier()  # no rank needs the store to come this far
             if rank == 0:
-                os._exit(1)
+                os._exit(1) if server is None else os.kill(server, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 while True:
                     socket.create_connection(("127.0.0.1", port)).close()
@@ -278,19 +249,35 @@ def without_its_host(rank, world_size, moment):
                         end()
                     model(torch.ones(8, 256)).sum().backward()
         except RuntimeError as error:
-            return str(error), time.monotonic() - started
-        return "", time.monotonic() - started
+            text = f"{type(error).__name__}: {error}"
+        waited_s = time.monotonic() - started
+        if server is not None:
+            dist.barrier()  # a rank that has left would count as lost
+        return text, waited_s
+
+
+@pytest.mark.sampled(by=lambda moment: {"error": moment != "watching"})
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, server, moment):
+    for text, waited_s in ranks.run(without_its_store, moment, *server, world_size=2):
+        if moment == "watching":  # the ranks have agreed, and train without reports
+            assert text == ""
+        else:
+            assert text.startswith("StoreError: fusedcomm: the process group's store failed ("), text
+            assert f"a TCPStore at 127.0.0.1:{server[1]}, hosted by rank 0 of the job" in text
+            assert "look at its log" in text and "\n" not in text
+        assert waited_s < LONG_S / 2
 
 
 @pytest.mark.sampled(by=lambda moment: {"training": moment == "training"})
 @pytest.mark.parametrize("moment", [*MOMENTS, "training"])
 def test_a_rank_that_dies_with_the_store_is_named_soon(ranks, moment):
-    outcome = ranks.outcomes(without_its_host, moment, world_size=3, lost=0)
+    outcome = ranks.outcomes(without_its_store, moment, world_size=3, lost=0)
     for kind, value in outcome[1:]:
         assert kind == "value", value
         error, waited_s = value
         # A wait for ranks names the lost rank; a request to the store names its host.
-        assert error.startswith("fusedcomm: ") and "rank 0" in error, error
+        assert error.partition(": ")[2].startswith("fusedcomm: ") and "rank 0" in error, error
         assert waited_s < LONG_S / 2
 
 

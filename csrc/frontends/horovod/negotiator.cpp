@@ -145,17 +145,6 @@ Response Negotiator::response_of(Pending pending) {
   return response;
 }
 
-// Whether look_for_stalls() has a next time to look.
-bool Negotiator::may_stall() const {
-  const auto is_watched = [this](const auto& entry) {
-    const Pending& pending = entry.second;
-    if (pending.operation().is_join) return false;
-    return options_.stall_shutdown_s > 0 || (options_.stall_warning_s > 0 && !pending.was_reported);
-  };
-  return std::any_of(sets_.begin(), sets_.end(),
-                     [&](const Set& set) { return std::any_of(set.pending.begin(), set.pending.end(), is_watched); });
-}
-
 Negotiator::Stalls Negotiator::look_for_stalls() {
   Stalls found;
   const auto now = Clock::now();

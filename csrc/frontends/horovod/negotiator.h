@@ -40,8 +40,6 @@ class Negotiator {
   bool is_due(int set, bool is_busy) const;
   Buckets take(int set);
 
-  // Whether something waits for which look_for_stalls() is to be called.
-  bool may_stall() const;
   struct Stalls {
     std::optional<Clock::time_point> next;  // when to look again; none: nothing waits
     std::string fatal;                      // why everything ends; empty: it goes on

@@ -57,7 +57,6 @@ void Order::submit(const RequestPtr& request, bool at_once) {
     if (!failure_.empty()) throw std::runtime_error(failure_);
     const Key key(request->set, request->entry.operation->key);
     const auto [first, last] = requests_.equal_range(key);
-    const bool has_earlier = first != last;
     const auto is_refused = [](const auto& each) { return !each.second->entry.problem.empty(); };
     if (request->entry.problem.empty() && !std::all_of(first, last, is_refused)) {
       throw std::invalid_argument(
@@ -65,18 +64,8 @@ void Order::submit(const RequestPtr& request, bool at_once) {
           ", so it cannot be submitted again: synchronize its handle first, or use another name");
     }
     requests_.emplace(key, request);
-    if (has_earlier) {
-      ++num_held_;
-      return;
-    }
-    // The others would go on without what this rank has submitted before.
-    if (request->entry.operation->is_join && num_held_ > 0) {
-      held_join_ = request;
-      return;
-    }
-    const bool is_first = queue_.empty();
     queue_.push_back(request);
-    if (is_first && !at_once) ring();
+    if (!at_once && !is_rung_) ring();
   }
   if (at_once) flush();
 }
@@ -119,23 +108,25 @@ std::string Order::failure() const {
 }
 
 void Order::leave(const std::string& why) {
-  if (negotiator_) return end(why);
-  if (failure().empty()) send(0, MessageType::kLeaving, why);
+  negotiator_ ? end(why) : static_cast<void>(send(0, MessageType::kLeaving, why));
 }
 
 bool Order::shutdown() {
   if (threads_.empty()) return true;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!std::exchange(has_left_, true)) {
+    const std::string rank = "fusedcomm: rank " + std::to_string(options_.rank) + " called shutdown(), ";
+    const std::string why = has_given_up_ ? failure_ : rank + "which ends it on every rank";
     lock.unlock();
-    const std::string rank = std::to_string(options_.rank);
-    leave("fusedcomm: rank " + rank + " called shutdown(), which ends it on every rank");
+    leave(why);
     lock.lock();
-    if (!changed_.wait_for(lock, kGrace, [this] { return num_left_ == 0; })) {
+    changed_.wait_for(lock, kGrace, [this] { return num_left_ == 0 || has_given_up_; });
+    if (num_left_ != 0) {
       lock.unlock();
-      fail("fusedcomm: rank " + rank + " called shutdown(), and rank 0 does not answer");
+      fail(rank + "and rank 0 does not answer");
       lock.lock();
       // A peer that is stopped says nothing, and its connection stays open.
+      has_aborted_ = true;
       for (const auto& [peer, work] : receiving_) work->abort();
       changed_.wait_for(lock, kGrace, [this] { return num_left_ == 0; });
     }
@@ -148,17 +139,31 @@ bool Order::shutdown() {
   return true;
 }
 
+// The queue's requests that rank 0 may be told of now, which leave it. With the mutex.
+Order::Requests Order::take_due() {
+  Requests due, rest;
+  for (RequestPtr& request : std::exchange(queue_, {})) {
+    const Operation& operation = *request->entry.operation;
+    const auto first_of_key = requests_.lower_bound(Key(request->set, operation.key));
+    // After a join the others would go on without what this rank has submitted before.
+    request->is_told = first_of_key->second == request && !(operation.is_join && !rest.empty());
+    (request->is_told ? due : rest).push_back(std::move(request));
+  }
+  queue_ = std::move(rest);
+  return due;
+}
+
 // Tells rank 0 what has been submitted since the last call.
 void Order::flush() {
   if (negotiator_) {
     std::lock_guard<std::recursive_mutex> turn(turn_);
-    Requests queue;
+    Requests due;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      queue.swap(queue_);
+      due = take_due();
     }
     return guard("what rank 0 has submitted", [&] {
-      for (const RequestPtr& request : queue) negotiator_->add(request->set, 0, request->entry);
+      for (const RequestPtr& request : due) negotiator_->add(request->set, 0, request->entry);
       emit();
     });
   }
@@ -167,7 +172,7 @@ void Order::flush() {
   std::vector<std::pair<int, std::vector<Entry>>> runs;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const RequestPtr& request : std::exchange(queue_, {})) {
+    for (const RequestPtr& request : take_due()) {
       if (runs.empty() || runs.back().first != request->set) runs.emplace_back(request->set, std::vector<Entry>());
       runs.back().second.push_back(request->entry);
     }
@@ -245,6 +250,7 @@ void Order::receive(int peer) {
     std::vector<at::Tensor> tensors = {buffers[index]};
     const auto work = control_->recv(tensors, peer, kTag);
     std::lock_guard<std::mutex> lock(mutex_);
+    if (has_aborted_) work->abort();
     return receiving_[peer] = work;
   };
   try {
@@ -310,8 +316,10 @@ void Order::emit() {
     }
     if (std::find(ranks.begin(), ranks.end(), 0) != ranks.end()) issue(set, std::move(buckets));
   }
-  if (is_watching_ || !negotiator_->may_stall()) return;
-  is_watching_ = true;
+  if (is_watching_) return;
+  const Negotiator::Stalls stalls = negotiator_->look_for_stalls();
+  if (!stalls.next && stalls.fatal.empty()) return;
+  is_watching_ = true;  // the batch thread does from here on
   std::lock_guard<std::mutex> lock(mutex_);
   ring();
 }
@@ -397,16 +405,13 @@ Order::Issue Order::issue_of(int set, std::vector<Response> bucket) {
   for (Response& response : bucket) {
     const Key key(set, response.operation->key);
     const auto own = requests_.lower_bound(key);
-    const bool is_own = own != requests_.end() && own->first == key;
+    const bool is_own = own != requests_.end() && own->first == key && own->second->is_told;
     if (!is_own && !(response.error.empty() && response.operation->may_lack_joined)) continue;
     found.requests.push_back(is_own ? own->second : nullptr);
     found.responses.push_back(std::move(response));
     if (!is_own) continue;
-    if (const auto next = requests_.erase(own); next != requests_.end() && next->first == key) {
-      queue_.push_back(next->second);
-      if (--num_held_ == 0 && held_join_) queue_.push_back(std::exchange(held_join_, nullptr));
-      ring();
-    }
+    const auto next = requests_.erase(own);
+    if (next != requests_.end() && next->first == key) ring();  // its turn has come
   }
   return found;
 }
@@ -417,6 +422,13 @@ void Order::finish(const Requests& requests, const std::string& error) {
     request->is_done = true;
     request->error = error;
   }
+  changed_.notify_all();
+}
+
+void Order::give_up(const std::string& why) {
+  fail(why);
+  std::lock_guard<std::mutex> lock(mutex_);
+  has_given_up_ = true;
   changed_.notify_all();
 }
 
@@ -434,7 +446,6 @@ void Order::fail(const std::string& why) {
   failure_ = why;
   failed_at_ = Clock::now();
   queue_.clear();
-  held_join_ = nullptr;
   for (const auto& [key, request] : std::exchange(requests_, {})) {
     request->is_done = true;
     request->error = why;

@@ -39,8 +39,10 @@ class Order {
 
    private:
     friend class Order;
-    bool is_done = false, has_moved = false;  // has_moved: its data were under way
-    std::string error;                        // empty: it has ended; on an accelerator, its data move on a stream
+    bool is_told = false;    // rank 0 has been told of it
+    bool has_moved = false;  // its data were under way
+    bool is_done = false;
+    std::string error;  // empty: it has ended; on an accelerator, its data move on a stream
   };
   using RequestPtr = std::shared_ptr<Request>;
   // Operations that are issued together on this rank. Requests are null where this rank has joined: it takes part
@@ -74,8 +76,8 @@ class Order {
   std::string wait(const RequestPtr& request);
   // Ends the operations of every rank.
   void leave(const std::string& why);
-  // Ends those of this rank alone: another may answer nobody.
-  void fail(const std::string& why);
+  // Ends those of this rank alone: another may answer nobody, and a shutdown() from then on waits for no answer.
+  void give_up(const std::string& why);
   // Idempotent. Returns whether all threads, and all that was under way, have ended.
   bool shutdown();
   std::string failure() const;
@@ -86,6 +88,7 @@ class Order {
   using Requests = std::vector<RequestPtr>;
   using Key = std::pair<int, std::string>;  // set and a key
 
+  Requests take_due();
   void flush();
   void batch();
   void receive(int peer);
@@ -109,6 +112,8 @@ class Order {
   // With the mutex.
   void finish(const Requests& requests, const std::string& error);
   void end(const std::string& why);
+  // Ends the operations of this rank.
+  void fail(const std::string& why);
 
   const Options options_;
   const BackendPtr control_;
@@ -119,15 +124,16 @@ class Order {
   mutable std::condition_variable changed_;
   std::condition_variable bell_;             // for the batch thread
   std::multimap<Key, RequestPtr> requests_;  // until they are issued, those of a key in their order
-  Requests queue_;                           // not yet told to rank 0
-  int num_held_ = 0;                         // requests that wait for an earlier one of their key
-  RequestPtr held_join_;                     // waits for these; null: there is none
+  // Those of which rank 0 has not been told, in the order of submission: an operation waits for earlier ones of its
+  // key, a join for all that was submitted before it.
+  Requests queue_;
   std::string failure_;
   Clock::time_point failed_at_;
   bool is_rung_ = false, has_left_ = false;
-  int num_left_ = 0;                  // threads, and buckets under way
-  std::map<int, int> num_under_way_;  // buckets by set
-  bool rings_at_end_ = false;         // of a bucket
+  bool has_given_up_ = false, has_aborted_ = false;  // has_aborted_: no peer is heard any more
+  int num_left_ = 0;                                 // threads, and buckets under way
+  std::map<int, int> num_under_way_;                 // buckets by set
+  bool rings_at_end_ = false;                        // of a bucket
 
   // On rank 0, held to decide what is next, and to issue it. Nobody who waits for it holds the GIL.
   std::recursive_mutex turn_;

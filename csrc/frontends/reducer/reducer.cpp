@@ -165,10 +165,9 @@ void GradReducer::on_task_lost(int64_t pass) try {
 }
 
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
-  const std::shared_ptr<PassObserver> watch = watch_;  // the call may end the watch
   lock.unlock();
   try {
-    if (watch) watch->begin();
+    observer_.begin();
     lock.lock();
     const std::shared_ptr<Synchronizer> synchronizer = synchronizer_;
     lock.unlock();
@@ -357,7 +356,7 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
   if (!taker_ && part_ == Part::kGradients) write_back_all();
-  if (watch_) watch_->end();
+  observer_.end();
   note_order();
   const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
   used_.clear();

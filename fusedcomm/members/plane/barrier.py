@@ -171,11 +171,6 @@ class StepBarrier:
         """Whether a change, or a failure, keeps steps from finishing."""
         return self.failure is not None or self._suspended_by > self.installed
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether a boundary change was promised."""
-        return self._boundary is not None
-
     def _notify(self) -> None:
         self._is_pending = self.is_stopped or self._boundary is not None or self._new() is not None
         self._changed.notify_all()

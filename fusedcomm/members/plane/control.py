@@ -2,7 +2,6 @@
 
 import os
 import socket
-import uuid
 import weakref
 
 from fusedcomm.members.errors import InstallTimeoutError, JoinRefusedError
@@ -11,11 +10,6 @@ from fusedcomm.members.plane.barrier import StepBarrier
 from fusedcomm.members.plane.control_thread import ControlThread, Hooks
 from fusedcomm.members.plane.listener import listen
 from fusedcomm.members.plane.view import Decision, Member, View
-
-
-def new_uid() -> str:
-    """A text that no other process has."""
-    return uuid.uuid4().hex
 
 
 class ControlPlane:
@@ -30,7 +24,7 @@ class ControlPlane:
     and after a decision `install(view)` until it is True, and `barrier.install(view)`.
 
     Args:
-        uid: new_uid(), or any text that no other process has.
+        uid: a text that no other process has.
         info: JSON that the others see in this process's Member. Its text has less than a megabyte.
         min_ranks: fewer members than this stop with TooFewRanksError.
         silence_s: seconds without a word after which a member is silent.
@@ -121,11 +115,11 @@ class ControlPlane:
     def recover(self) -> Decision:
         """Waits for the next view. Raises MinorityError, TooFewRanksError or ExpelledError."""
         wanted = self.barrier.wanted()
-        self._network.call(lambda: self._thread.set_wants(wanted))
+        self._network.call(lambda: self._thread.agreement.set_wants(wanted))
         try:
             return self._named(self.barrier.recover())
         finally:
-            self._network.call(lambda: self._thread.set_wants(-1))
+            self._network.call(lambda: self._thread.agreement.set_wants(-1))
 
     def _named(self, decision: Decision) -> Decision:
         """The same decision, once this process goes by the name that it has there."""
@@ -137,7 +131,7 @@ class ControlPlane:
         """This process can run in the view. Waits until all its members can: True. False: the view has been superseded,
         so call recover(). Raises InstallTimeoutError that names the members which cannot yet; call it again to wait
         longer."""
-        self._network.call(lambda: self._thread.set_ready(view.number))
+        self._network.call(lambda: self._thread.agreement.set_ready(view.number))
         try:
             return self.barrier.wait_active(view.number, timeout_s)
         except InstallTimeoutError as error:

@@ -42,7 +42,7 @@ class Hooks:
 class ControlThread:
     """Everything of a member that runs on its control thread. Methods not marked otherwise are that thread's.
 
-    The links tell it what they hear (:class:`Hearer`), the rules have it act (:class:`Effects`).
+    The links tell it what they hear (:class:`Hearer`), the rules, `agreement`, have it act (:class:`Effects`).
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ControlThread:
     def _make_anew(self) -> None:
         """All that belongs to this process's uid."""
         self.requests.uid = self.me.uid
-        self._agreement = Agreement(self.me.uid, self._min_ranks, self._barrier, self)
-        self._links = Links(self.network, self.me, self._silence_s, self, lambda: self._agreement.state())
+        self.agreement = Agreement(self.me.uid, self._min_ranks, self._barrier, self)
+        self._links = Links(self.network, self.me, self._silence_s, self, lambda: self.agreement.state())
 
     @property
     def view(self) -> View | None:
         """The last committed view. Any thread may read it."""
-        return self._agreement.view
+        return self.agreement.view
 
     @property
     def job(self) -> str:
@@ -84,7 +84,7 @@ class ControlThread:
 
     def start(self, view: View) -> None:
         self._past |= set(view.uids)
-        self._agreement.start(view)
+        self.agreement.start(view)
         self._links.set_members(view.members)
         self._update_reachable()
 
@@ -92,17 +92,11 @@ class ControlThread:
         self._joining = Joining(addresses, check, 2 * self._silence_s)
         self.network.spawn(self._find_proposer([]))
 
-    def set_ready(self, number: int) -> None:
-        self._agreement.set_ready(number)
-
     def not_ready(self, view: View) -> list[int]:
         """The ranks of other members that have not said that they can run in the view. Any thread may ask."""
-        states = self._agreement.roster.states
+        states = self.agreement.roster.states
         others = [uid for uid in view.uids if uid != self.me.uid]
         return [view.rank_of(uid) for uid in others if uid not in states or states[uid].ready < view.number]
-
-    def set_wants(self, number: int) -> None:
-        self._agreement.set_wants(number)
 
     def close(self, farewell: dict | None) -> None:
         """Ends everything. farewell: the last message to the others."""
@@ -133,11 +127,11 @@ class ControlThread:
 
     def committed(self, decision: Decision) -> None:
         self._past |= set(decision.view.uids)
-        self._links.set_members(decision.view.members, self._agreement.commit)
+        self._links.set_members(decision.view.members, self.agreement.commit)
         self._update_reachable()
 
     def join_anew(self, number: int) -> None:
-        view = self._agreement.view
+        view = self.agreement.view
         assert view is not None
         self._num_deferred += 1
         if self._num_deferred > _MAX_DEFERRED:
@@ -177,7 +171,7 @@ class ControlThread:
 
     def on_message(self, uid: str, message: dict) -> None:
         try:
-            self._agreement.message(uid, message)
+            self.agreement.message(uid, message)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             text = f"fusedcomm: members ignored a message of an unknown form: {message} ({error!r})"
             report(lambda: text)
@@ -185,28 +179,28 @@ class ControlThread:
     def on_dead(self, uid: str, reason: str) -> None:
         self._update_lost()
         self.requests.lose(uid)
-        if self._agreement.view is None:  # perhaps said by the member that was to propose this process, as it left
+        if self.agreement.view is None:  # perhaps said by the member that was to propose this process, as it left
             self.on_joiner_lost(uid)
 
     def on_joiner_lost(self, uid: str) -> None:
-        if self._agreement.view is not None:
-            self._agreement.drop_joiner(uid)
+        if self.agreement.view is not None:
+            self.agreement.drop_joiner(uid)
         elif uid == self._proposer and not self._is_closed:
             self._proposer = ""
             self.network.spawn(self._find_proposer([]))
 
     def on_expelled(self, number: int) -> None:
-        self._agreement.expelled(number)
+        self.agreement.expelled(number)
 
     # ---- the rest
 
     def _update_lost(self) -> None:
         self._update_reachable()
-        self._agreement.set_lost(set(self._links.dead), self._links.silent, self._links.doubtful)
+        self.agreement.set_lost(set(self._links.dead), self._links.silent, self._links.doubtful)
 
     def _update_reachable(self) -> None:
         """Notes who can be asked, and ends the requests of those who cannot any more."""
-        view = self._agreement.view
+        view = self.agreement.view
         members = set(view.uids) if view is not None else set()
         before, self._reachable = self._reachable, frozenset(members - set(self._links.dead) - self._links.silent)
         for uid in before - self._reachable:
@@ -220,7 +214,7 @@ class ControlThread:
         if not self._is_closed:
             self._links.tick(now)
             self._update_lost()
-            self._agreement.tick(now)
+            self.agreement.tick(now)
 
     def _stood_still(self, seconds: float) -> None:
         self._stood_s = seconds
@@ -249,14 +243,14 @@ class ControlThread:
         """A process has connected, and says who it is and what for."""
         role, uid = hello["role"], hello["uid"]
         if role == "who":
-            state = state_of(self._agreement.view is not None, self._joining is not None)
+            state = state_of(self.agreement.view is not None, self._joining is not None)
             connection.send(frames.REPLY, {"state": state, "name": name_of(self.job) if self.job else ""})
             connection.close()
             return
         if role == "join":
             await self._join_hello(connection, hello)
             return
-        view = self._agreement.view
+        view = self.agreement.view
         reply: dict = {"uid": self.me.uid, "answer": "ok"}
         if hello["to"] != self.me.uid:
             reply["answer"] = "another"
@@ -281,14 +275,14 @@ class ControlThread:
             self._listener.refuse(connection, f"its role is {role!r}")
 
     async def _join_hello(self, connection: Connection, hello: dict) -> None:
-        joiner, view = Member.from_json(hello["member"]), self._agreement.view
-        if view is None or joiner.uid in view or self._agreement.failure is not None:
+        joiner, view = Member.from_json(hello["member"]), self.agreement.view
+        if view is None or joiner.uid in view or self.agreement.failure is not None:
             # Processes that all wait for each other to be members would wait for ever.
             is_none = view is None and self._joining is not None
             connection.send(frames.REPLY, {"answer": "no member, but a process that joins" if is_none else "later"})
             connection.close()
             return
-        lowest = self._agreement.roster.lowest()
+        lowest = self.agreement.roster.lowest()
         reply: dict = {"others": [(member.host, member.port) for member in view.members]}
         if lowest != self.me.uid:
             to = next(((m.host, m.port) for m in view.members if m.uid == lowest), None)
@@ -307,4 +301,4 @@ class ControlThread:
             reply |= {"answer": "welcome", "job": self.job, "member": dataclasses.asdict(self.me)}
             connection.send(frames.REPLY, reply)
             self._links.add_joiner(joiner, connection)
-            self._agreement.add_joiner(joiner)
+            self.agreement.add_joiner(joiner)
