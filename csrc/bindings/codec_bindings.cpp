@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

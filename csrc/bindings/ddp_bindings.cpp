@@ -22,22 +22,14 @@ void bind_ddp(pybind11::module_& m) {
   py::class_<HookSwitch, std::shared_ptr<HookSwitch>>(m, "HookSwitch")
       .def(py::init<ProcessGroupPtr>(), py::arg("process_group"))
       .def("set", &HookSwitch::set, py::arg("hook"), py::arg("process_group"), NoGil())
-      .def(
-          "watch",
-          [](HookSwitch& target, std::shared_ptr<Device> device, std::function<void()> begin_pass) {
-            target.watch(std::make_shared<PassObserver>(std::move(device), std::move(begin_pass)));
-          },
-          py::arg("device"), py::arg("begin_pass"), NoGil())
-      .def(
-          "unwatch", [](HookSwitch& target) { target.watch(nullptr); }, NoGil())
+      .def_property_readonly("observer", &HookSwitch::observer, py::return_value_policy::reference_internal)
       // join: returns 0 without Join, 1 or 2 under it: see HookSwitch::Join.
       .def(
           "ask",
           [](HookSwitch& target, std::function<int()> join) {
             target.ask([join = std::move(join)] { return static_cast<HookSwitch::Join>(join()); });
           },
-          py::arg("join"), NoGil())
-      .def("take_pass_ends", &HookSwitch::take_pass_ends, NoGil());
+          py::arg("join"), NoGil());
 
   py::class_<ReducerNodes>(m, "ReducerNodes")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))

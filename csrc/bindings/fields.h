@@ -4,7 +4,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "engine/sums.h"

@@ -14,6 +14,7 @@
 #include "bindings/future.h"
 #include "gradients/collective_calls.h"
 #include "gradients/fused_sum.h"
+#include "gradients/pass_observer.h"
 #include "gradients/synchronizer.h"
 
 namespace fusedcomm {
@@ -231,6 +232,14 @@ void bind_weights(py::module_& m) {
       .def_property_readonly("in_pass", py::cpp_function(&PassWeights::in_pass, NoGil()));
 }
 
+void bind_passes(py::module_& m) {
+  py::class_<PassObserver>(m, "PassObserver")
+      .def("watch", &PassObserver::watch, py::arg("device"), py::arg("begin_pass"), py::kw_only(), py::arg("times"),
+           NoGil())
+      .def("unwatch", &PassObserver::unwatch, NoGil())
+      .def("take_pass_ends", &PassObserver::take_pass_ends, NoGil());
+}
+
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
@@ -242,6 +251,7 @@ void bind_gradients(pybind11::module_& m) {
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
   bind_weights(m);
+  bind_passes(m);
   bind_engine(m);
   bind_watched(m);
   bind_synchronizer(m);

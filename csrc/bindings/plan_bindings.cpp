@@ -3,7 +3,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"

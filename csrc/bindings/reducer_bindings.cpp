@@ -72,15 +72,7 @@ void bind_reducer(pybind11::module_& m) {
       .def_property_readonly("num_passes", py::cpp_function(&GradReducer::num_passes, NoGil()))
       .def("buckets_now", &GradReducer::buckets_now, NoGil())
       .def("check", &GradReducer::check, NoGil())
-      .def(
-          "watch",
-          [](GradReducer& reducer, std::shared_ptr<Device> device, std::function<void()> begin_pass) {
-            reducer.watch(std::make_shared<PassObserver>(std::move(device), std::move(begin_pass)));
-          },
-          py::arg("device"), py::arg("begin_pass"), NoGil())
-      .def(
-          "unwatch", [](GradReducer& reducer) { reducer.watch(nullptr); }, NoGil())
-      .def("take_pass_ends", &GradReducer::take_pass_ends, NoGil())
+      .def_property_readonly("observer", &GradReducer::observer, py::return_value_policy::reference_internal)
       .def("turn_on_once", &GradReducer::turn_on_once, NoGil())
       // With the GIL: a tensor's hooks are read by Python's garbage collector, on whichever thread collects.
       .def("synchronize_passes_of", &GradReducer::synchronize_passes_of, py::arg("outputs"))

@@ -1,7 +1,6 @@
 // Binds channels between hosts, the sentinels that find lost peers, and the requests to a store that a watch makes.
 #include <torch/csrc/utils/pybind.h>
 
-#include <exception>
 #include <map>
 #include <memory>
 #include <string>

@@ -5,7 +5,6 @@
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <utility>
 

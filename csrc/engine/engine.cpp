@@ -266,8 +266,6 @@ void Engine::start_collective(const Step& step, Wire dtype, const WireSpan& from
     transport_->all_to_all(step.channel, from, to, std::move(done));
   } else if (step.operation == Operation::kAllReduce) {
     transport_->all_reduce(step.channel, from, dtype, std::move(done));
-  } else if (step.from == Buffer::kOwnMessage) {
-    transport_->all_gather_in_place(step.channel, to, std::move(done));
   } else {
     transport_->all_gather(step.channel, from, to, std::move(done));
   }

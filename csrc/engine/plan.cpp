@@ -264,12 +264,6 @@ bool is_one_shot(const WireConfig& config, int world_size) {
   return adder_of(sum_of_codes(config, world_size)) == Adder::kEveryRank;
 }
 
-bool BucketPlan::unpacks() const {
-  return steps && num_chunks() > 0 && std::any_of(steps->begin(), steps->end(), [](const Step& step) {
-           return step.operation == Operation::kUnpack || step.operation == Operation::kSum;
-         });
-}
-
 int64_t sent_nbytes(const BucketPlan& plan) {
   int64_t sent = 0;
   if (plan.steps) {

@@ -50,8 +50,6 @@ struct BucketPlan {
   bool on_two_levels() const { return !host_layouts.empty(); }
   // Whether it goes over the links of a host, those between hosts, and those of a host again.
   bool has_three_wires() const { return on_two_levels() || ranks_per_host > 1; }
-  // Whether unpack writes the means. If not, the collective does, or a single rank has nothing to do.
-  bool unpacks() const;
   // Whether the codec adds what encoders have made. Only then does error feedback apply.
   bool sums_codes() const { return adder_of(sum) != Adder::kTransport; }
   // Whether the sums are encoded again.

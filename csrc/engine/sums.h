@@ -53,15 +53,6 @@ enum class Operation : uint8_t {
 };
 inline constexpr bool is_collective(Operation operation) { return operation >= Operation::kAllToAll; }
 
-// Whether the channel connects the ranks of one host.
-inline constexpr bool is_local(Channel channel) {
-  return channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
-}
-// Whether the channel connects the ranks with the same place on their hosts, one on each host.
-inline constexpr bool is_cross(Channel channel) {
-  return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
-}
-
 // The lane that starts the channel's collectives. The local scatter shares its lane with the channel among all ranks.
 LaneRole role_of(Channel channel);
 

@@ -126,7 +126,7 @@ void move_codes(const BucketRecord& from, const BucketPlan& plan, Engine& engine
       }
     });
   }
-  if (plan.has_heads) {
+  if (plan.has_heads && plan.num_chunks() != 0) {
     engine.device().add_heads(from.messages->codes.get(), 0, 1, to->codes.get(), plan.layouts.front().part_stride,
                               plan.num_chunks() * plan.layouts.front().num_parts);
   }

@@ -1,4 +1,4 @@
-// Tells when backward passes begin and when they end.
+// Tells whoever watches when backward passes begin and when they end.
 #pragma once
 
 #include <functional>
@@ -13,21 +13,31 @@ namespace fusedcomm {
 
 class PassObserver {
  public:
-  // device: takes the stamps. begin_pass: called ahead of each pass; an exception fails the pass.
-  PassObserver(std::shared_ptr<Device> device, std::function<void()> begin_pass)
-      : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
+  // From now on begin_pass is called ahead of each pass, without locks; an exception fails the pass. It may call
+  // unwatch(). Call this between passes. device: takes the stamps. times: whether somebody calls take_pass_ends() now
+  // and then; if not, no stamps are kept.
+  void watch(std::shared_ptr<Device> device, std::function<void()> begin_pass, bool times) {
+    in_pass_ = false;
+    set(std::make_shared<const Watch>(Watch{std::move(device), std::move(begin_pass), times}));
+  }
+  // Ends what watch() began. Idempotent.
+  void unwatch() { set(nullptr); }
 
   // Call it ahead of a pass's first bucket, without locks. Throws if the device cannot take over buckets.
   void begin() {
-    device_->check_caller();  // first: a graph capture would record the work of begin_pass, or fail because of it
-    begin_pass_();
+    const auto watch = watching();
+    if (!watch) return;
+    watch->device->check_caller();  // first: a graph capture would record the work of begin_pass, or fail because of it
+    watch->begin_pass();
     in_pass_ = true;
   }
-  // Whether a pass has begun and not ended.
+  // Whether a pass that is watched has begun and not ended.
   bool in_pass() const { return in_pass_; }
   void end() {
     in_pass_ = false;
-    StampPtr end = device_->stamp();
+    const auto watch = watching();
+    if (!watch || !watch->times) return;
+    StampPtr end = watch->device->stamp();
     std::lock_guard<std::mutex> lock(mutex_);
     ends_.push_back(std::move(end));
   }
@@ -42,10 +52,24 @@ class PassObserver {
   }
 
  private:
-  const std::shared_ptr<Device> device_;
-  const std::function<void()> begin_pass_;
+  struct Watch {
+    std::shared_ptr<Device> device;
+    std::function<void()> begin_pass;
+    bool times;
+  };
+  std::shared_ptr<const Watch> watching() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return watch_;
+  }
+  void set(std::shared_ptr<const Watch> watch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    watch_.swap(watch);  // the old one is freed after the lock, because Python's part waits for the GIL
+    ends_.clear();
+  }
+
   bool in_pass_ = false;  // of the thread that makes the passes
-  std::mutex mutex_;      // guards ends_
+  std::mutex mutex_;      // guards the members below
+  std::shared_ptr<const Watch> watch_;
   std::vector<StampPtr> ends_;
 };
 

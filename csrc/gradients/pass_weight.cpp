@@ -128,11 +128,11 @@ PassWeightPtr PassWeights::of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_on_ && !counts_active_) return nullptr;
   const int task = torch::autograd::get_current_graph_task_id();
-  // All buckets of static_graph's first pass have the index 0. Sums and rows have indices without an order, and a pass
-  // of theirs that was interrupted has not ended.
-  const bool is_same_task = in_pass_ && task != -1 && task == task_;
-  const bool begins =
-      bucket.of_pass() ? bucket.index == 0 && !is_same_task : !in_pass_ || (task != -1 && task_ != -1 && task != task_);
+  // All buckets of static_graph's first pass have the index 0. Sums and rows have indices without an order: a pass of
+  // theirs that was interrupted has not ended, and a module's may come after those of the last one.
+  const bool is_same_task = task != -1 && task == task_;
+  const bool begins = bucket.of_pass() ? bucket.index == 0 && !(in_pass_ && is_same_task)
+                                       : !is_same_task && (!in_pass_ || (task != -1 && task_ != -1));
   if (begins) {
     task_ = task;
     last_ = begin(bucket.of_pass() && bucket.of_pass()->is_shadow);

@@ -8,7 +8,6 @@
 
 #include <ATen/ATen.h>
 
-#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>

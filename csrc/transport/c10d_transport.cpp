@@ -52,44 +52,38 @@ class Unseen {
   std::optional<at::DisableRecordFunctionGuard> disabled_;
 };
 
-// NCCL returns no Work for a call on the current stream. Another backend may return one; its wait() then makes this
-// stream wait.
-void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion& done) {
-  if (work) work->wait();
-  done(nullptr);
-}
-
 // Makes the device the current one of a thread of our own. Otherwise NCCL's calls would make a context on the first.
 c10::OptionalDeviceGuard on(c10::Device device) {
   return device.is_cpu() ? c10::OptionalDeviceGuard() : c10::OptionalDeviceGuard(device);
 }
 
-// The words for a rank of the channel in errors; its number on the channel follows. Never empty.
-const char* peer_on(Channel channel) {
-  switch (channel) {
-    case Channel::kLocalScatter:
-    case Channel::kLocalGather:
-      return "this host's local rank ";
-    case Channel::kCrossScatter:
-    case Channel::kCrossGather:
-      return "the rank with the same local rank on host ";
-    default:
-      return "rank ";
+// A channel in errors: one of its ranks, whose number on the channel follows, and all of them.
+struct Words {
+  const char* peer;
+  const char* ranks;
+};
+
+Words words_for(Channel channel) {
+  if (is_local(channel)) return {"this host's local rank ", "the ranks of this host"};
+  if (is_cross(channel)) {
+    return {"the rank with the same local rank on host ", "the ranks with the same local rank on other hosts"};
   }
+  return {"rank ", "all ranks"};
 }
 
-// The ranks that the channel connects, in errors. Never empty.
-const char* ranks_on(Channel channel) {
-  switch (channel) {
-    case Channel::kLocalScatter:
-    case Channel::kLocalGather:
-      return "the ranks of this host";
-    case Channel::kCrossScatter:
-    case Channel::kCrossGather:
-      return "the ranks with the same local rank on other hosts";
-    default:
-      return "all ranks";
-  }
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+WorkPtr all_reduced(c10d::Backend& backend, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.asyncOp = false;
+  return backend.allreduce(tensors, options);
+}
+
+WorkPtr all_gathered(c10d::Backend& backend, at::Tensor output, at::Tensor input) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  return backend._allgather_base(output, input, options);
 }
 
 WireSpan span_of(const at::Tensor& tensor) {
@@ -144,8 +138,8 @@ void HostTransport::connect() {
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     if (!backends()[i] || exchanges_[i]) continue;
     const auto channel = static_cast<Channel>(i);
-    const bool is_local = channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
-    exchanges_[i] = std::make_shared<Exchange>(backends()[i], is_local ? 0 : max_sending_, peer_on(channel));
+    const int max_sending = is_local(channel) ? 0 : max_sending_;
+    exchanges_[i] = std::make_shared<Exchange>(backends()[i], max_sending, words_for(channel).peer);
   }
 }
 
@@ -182,12 +176,6 @@ void HostTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive,
 
 void HostTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   exchange(channel).start(send, receive, std::move(done));
-}
-
-void HostTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
-  const int64_t nbytes = all.nbytes / backend(channel).getSize();
-  const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
-  exchange(channel).start(own, all, std::move(done));
 }
 
 void HostTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
@@ -272,10 +260,6 @@ void StreamTransport::connect() {
   }
 }
 
-void StreamTransport::note_stream() const {
-  if (!own_.empty() && !device_.is_cpu()) streams_->add(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-}
-
 void StreamTransport::abort() {
   give_up();
   // NCCL's may wait for the device while it frees memory.
@@ -327,8 +311,9 @@ void StreamTransport::warm_up(Channel channel, int64_t nbytes, const c10::Stream
     }
     stream.synchronize();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "fusedcomm: rank ", rank(), " of ", world_size(), " cannot communicate with ", ranks_on(channel),
-                ": the first ", what, ", of ", size * part_nbytes, " bytes, failed: ", error.what(),
+    TORCH_CHECK(false, "fusedcomm: rank ", rank(), " of ", world_size(), " cannot communicate with ",
+                words_for(channel).ranks, ": the first ", what, ", of ", size * part_nbytes,
+                " bytes, failed: ", error.what(),
                 ". With NCCL_DEBUG=INFO in the environment NCCL says how it connects. The process group may wait for "
                 "ever for what was begun: call destroy_process_group() and make it again, or end this process");
   }
@@ -343,64 +328,58 @@ std::optional<std::string> StreamTransport::why_through_torch() const {
   return why;
 }
 
-std::optional<NcclCommunicator> StreamTransport::communicator(Channel channel) const {
-  note_stream();
-  if (*is_supervised_) return std::nullopt;
-  if (*given_up()) throw std::runtime_error("the collectives of this process group have been given up");
-  return nccl_->communicator(backend(channel), device_);
+void StreamTransport::enqueue(Channel channel, const Lane::Completion& done, const ByTorch& by_torch,
+                              const ByNccl& by_nccl) const {
+  if (!own_.empty() && !device_.is_cpu()) streams_->add(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (by_nccl && !*is_supervised_) {
+    if (*given_up()) throw std::runtime_error("the collectives of this process group have been given up");
+    if (const auto nccl = nccl_->communicator(backend(channel), device_)) {
+      by_nccl(*nccl);
+      return done(nullptr);
+    }
+  }
+  // NCCL returns no Work for a call on the current stream. Another backend may return one; its wait() then makes this
+  // stream wait.
+  if (const auto work = by_torch(backend(channel))) work->wait();
+  done(nullptr);
 }
 
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
-  if (const auto nccl = communicator(channel)) {
-    nccl->all_to_all(send.data, receive.data, send.nbytes / backend(channel).getSize());
-    return done(nullptr);
-  }
-  at::Tensor input = as_tensor(send, at::kByte, device_);
-  at::Tensor output = as_tensor(receive, at::kByte, device_);
-  std::vector<int64_t> equal_splits;
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  enqueued(backend(channel).alltoall_base(output, input, equal_splits, equal_splits, options), done);
+  const auto by_torch = [&](c10d::Backend& backend) {
+    at::Tensor input = as_tensor(send, at::kByte, device_);
+    at::Tensor output = as_tensor(receive, at::kByte, device_);
+    std::vector<int64_t> equal_splits;
+    c10d::AllToAllOptions options;
+    options.asyncOp = false;
+    return backend.alltoall_base(output, input, equal_splits, equal_splits, options);
+  };
+  enqueue(channel, done, by_torch, [&](const NcclCommunicator& nccl) {
+    nccl.all_to_all(send.data, receive.data, send.nbytes / backend(channel).getSize());
+  });
 }
 
 void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
-  if (const auto nccl = communicator(channel)) {
-    nccl->all_gather(send.data, receive.data, send.nbytes);
-    return done(nullptr);
-  }
-  all_gather_tensor(channel, as_tensor(receive, at::kByte, device_), as_tensor(send, at::kByte, device_),
-                    std::move(done));
-}
-
-void StreamTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
-  const int64_t nbytes = all.nbytes / backend(channel).getSize();
-  const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
-  all_gather(channel, own, std::move(all), std::move(done));
+  const auto by_torch = [&](c10d::Backend& backend) {
+    return all_gathered(backend, as_tensor(receive, at::kByte, device_), as_tensor(send, at::kByte, device_));
+  };
+  enqueue(channel, done, by_torch,
+          [&](const NcclCommunicator& nccl) { nccl.all_gather(send.data, receive.data, send.nbytes); });
 }
 
 void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
-  if (const auto nccl = communicator(channel)) {
-    nccl->all_reduce(data.data, data.nbytes, scalar_type(dtype));
-    return done(nullptr);
-  }
-  all_reduce_tensor(channel, as_tensor(data, scalar_type(dtype), device_), std::move(done));
+  const at::ScalarType type = scalar_type(dtype);
+  const auto by_torch = [&](c10d::Backend& backend) { return all_reduced(backend, as_tensor(data, type, device_)); };
+  enqueue(channel, done, by_torch,
+          [&](const NcclCommunicator& nccl) { nccl.all_reduce(data.data, data.nbytes, type); });
 }
 
 void StreamTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
-  note_stream();
-  std::vector<at::Tensor> tensors = {tensor};
-  c10d::AllreduceOptions options;
-  options.asyncOp = false;
-  enqueued(backend(channel).allreduce(tensors, options), done);
+  enqueue(channel, done, [&](c10d::Backend& backend) { return all_reduced(backend, tensor); });
 }
 
 void StreamTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                         Lane::Completion done) {
-  note_stream();
-  at::Tensor to = output, from = input;
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;
-  enqueued(backend(channel)._allgather_base(to, from, options), done);
+  enqueue(channel, done, [&](c10d::Backend& backend) { return all_gathered(backend, output, input); });
 }
 
 }  // namespace fusedcomm

@@ -79,7 +79,6 @@ class HostTransport : public C10dTransport {
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   // Not gloo's all-gather, which allocates and copies at every call.
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
@@ -119,7 +118,6 @@ class StreamTransport : public C10dTransport {
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
@@ -133,10 +131,12 @@ class StreamTransport : public C10dTransport {
   void connect() override;
   // nbytes: of what a rank sends, approximately.
   void warm_up(Channel channel, int64_t nbytes, const c10::Stream& stream);
-  // What enqueues the channel's next collective without torch; none if it goes through torch.
-  std::optional<NcclCommunicator> communicator(Channel channel) const;
-  // Call it for each collective, on the thread that enqueues it.
-  void note_stream() const;
+  using ByTorch = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
+  using ByNccl = std::function<void(const NcclCommunicator&)>;
+  // Every collective is enqueued here, on the current stream, which it notes. by_nccl: takes the channel's communicator
+  // if that can do without torch and need not be supervised; empty if only torch can enqueue it.
+  void enqueue(Channel channel, const Lane::Completion& done, const ByTorch& by_torch,
+               const ByNccl& by_nccl = nullptr) const;
 
   const c10::Device device_;
   const std::shared_ptr<Streams> streams_;  // those with collectives; shared by copies

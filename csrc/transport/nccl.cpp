@@ -69,13 +69,9 @@ Nccl::Nccl(const std::string& library, const FindSymbol& symbols, const std::str
   }
   find(symbols, "ncclGetErrorString", &get_error_string_);
   find(symbols, "ncclGetLastError", &get_last_error_);
-  find(symbols, "ncclGroupStart", &group_start_);
-  find(symbols, "ncclGroupEnd", &group_end_);
-  find(symbols, "ncclSend", &send_);
-  find(symbols, "ncclRecv", &recv_);
+  find(symbols, "ncclAlltoAll", &all_to_all_);  // since NCCL 2.28, which torch 2.11 brings
   find(symbols, "ncclAllGather", &all_gather_);
   find(symbols, "ncclAllReduce", &all_reduce_);
-  all_to_all_ = reinterpret_cast<decltype(all_to_all_)>(symbols("ncclAlltoAll").of_torch());
   // Of any runtime: all of them hand it to the one driver.
   const char* const exchange = "cudaThreadExchangeStreamCaptureMode";
   exchange_capture_mode_ = reinterpret_cast<decltype(exchange_capture_mode_)>(symbols(exchange).function);
@@ -117,7 +113,7 @@ std::optional<NcclCommunicator> Nccl::communicator(c10d::Backend& backend, c10::
   void* const handle = missing_.empty() ? handle_of(backend) : nullptr;
   if (!handle) return std::nullopt;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return NcclCommunicator(*this, backend, handle, stream.native_handle());
+  return NcclCommunicator(*this, handle, stream.native_handle());
 }
 
 void Nccl::relax_capture_mode() const {
@@ -127,21 +123,7 @@ void Nccl::relax_capture_mode() const {
 
 void NcclCommunicator::all_to_all(const std::byte* send, std::byte* receive, int64_t part_nbytes) const {
   const auto count = static_cast<size_t>(part_nbytes);
-  if (!nccl_.all_to_all_) return check(send_and_receive(send, receive, count), "a group of ncclSend and ncclRecv");
   check(nccl_.all_to_all_(send, receive, count, kNcclUint8, handle_, stream_), "ncclAlltoAll");
-}
-
-// The group must end, whatever fails in it.
-int NcclCommunicator::send_and_receive(const std::byte* send, std::byte* receive, size_t count) const {
-  int result = nccl_.group_start_();
-  if (result != kNcclSuccess) return result;
-  for (int peer = 0; peer < backend_.getSize() && result == kNcclSuccess; ++peer) {
-    const size_t part = static_cast<size_t>(peer) * count;
-    result = nccl_.send_(send + part, count, kNcclUint8, peer, handle_, stream_);
-    if (result == kNcclSuccess) result = nccl_.recv_(receive + part, count, kNcclUint8, peer, handle_, stream_);
-  }
-  const int of_end = nccl_.group_end_();
-  return result != kNcclSuccess ? result : of_end;
 }
 
 void NcclCommunicator::all_gather(const std::byte* send, std::byte* receive, int64_t nbytes) const {

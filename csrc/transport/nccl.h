@@ -38,8 +38,7 @@ class Nccl;
 // They throw std::runtime_error, whose text has NCCL's function, its result and what NCCL says about it.
 class NcclCommunicator {
  public:
-  NcclCommunicator(const Nccl& nccl, c10d::Backend& backend, void* handle, void* stream)
-      : nccl_(nccl), backend_(backend), handle_(handle), stream_(stream) {}
+  NcclCommunicator(const Nccl& nccl, void* handle, void* stream) : nccl_(nccl), handle_(handle), stream_(stream) {}
 
   // See Transport; a part of part_nbytes for each rank.
   void all_to_all(const std::byte* send, std::byte* receive, int64_t part_nbytes) const;
@@ -49,12 +48,10 @@ class NcclCommunicator {
   void all_reduce(std::byte* data, int64_t nbytes, at::ScalarType dtype) const;
 
  private:
-  int send_and_receive(const std::byte* send, std::byte* receive, size_t count) const;
   // Throws unless NCCL has enqueued.
   void check(int result, const char* function) const;
 
   const Nccl& nccl_;
-  c10d::Backend& backend_;
   void* const handle_;
   void* const stream_;
 };
@@ -96,17 +93,12 @@ class Nccl {
   using Result = int;
   const char* (*get_error_string_)(Result);
   const char* (*get_last_error_)(void* communicator);
-  Result (*group_start_)();
-  Result (*group_end_)();
-  Result (*send_)(const void* data, size_t count, int dtype, int peer, void* communicator, void* stream);
-  Result (*recv_)(void* data, size_t count, int dtype, int peer, void* communicator, void* stream);
+  Result (*all_to_all_)(const void* send, void* receive, size_t count, int dtype, void* communicator, void* stream);
   Result (*all_gather_)(const void* send, void* receive, size_t count, int dtype, void* communicator, void* stream);
   Result (*all_reduce_)(const void* send, void* receive, size_t count, int dtype, int operation, void* communicator,
                         void* stream);
   // Of CUDA's runtime; null if the library needs none.
   Result (*exchange_capture_mode_)(int* mode) = nullptr;
-  // Null before NCCL 2.28, which has only sends and receives in a group.
-  Result (*all_to_all_)(const void* send, void* receive, size_t count, int dtype, void* communicator, void* stream);
 };
 
 }  // namespace fusedcomm

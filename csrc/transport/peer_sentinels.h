@@ -3,7 +3,6 @@
 #pragma once
 
 #include <exception>
-#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>

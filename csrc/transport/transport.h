@@ -41,6 +41,12 @@ struct Place {
 // independent of each other depends on the transport.
 enum class Channel : uint8_t { kScatter, kGather, kLocalScatter, kLocalGather, kCrossScatter, kCrossGather };
 inline constexpr int kNumChannels = 6;
+inline constexpr bool is_local(Channel channel) {
+  return channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
+}
+inline constexpr bool is_cross(Channel channel) {
+  return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
+}
 
 class Transport {
  public:
@@ -59,11 +65,8 @@ class Transport {
   // Part r of rank s's `send` arrives as part s of rank r's `receive`. All parts have the same length.
   virtual void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 
-  // Every rank's `send` arrives in the `receive` of every rank, in rank order.
+  // Every rank's `send` arrives in the `receive` of every rank, in rank order. It may lie at its place there.
   virtual void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
-
-  // As all_gather, in place: `all` has room for every rank's message, in rank order, and already holds this rank's own.
-  virtual void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) = 0;
 
   // Sums `data` over the ranks, in place and elementwise. `dtype` is the dtype of the elements: fp32, bf16 or fp16.
   virtual void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) = 0;

@@ -38,14 +38,9 @@ class Target(Protocol):
     def set(self, synchronizer: "_C.Synchronizer | None", process_group: dist.ProcessGroup) -> None:
         """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""
 
-    def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
-        """Calls `begin_pass` before each synchronized pass, and notes when each ends."""
-
-    def unwatch(self) -> None:
-        """Ends what :meth:`watch` began. Idempotent."""
-
-    def take_pass_ends(self) -> list[float]:
-        """When the last bucket of each pass since the last call was handed over, in ms since the first of them."""
+    @property
+    def observer(self) -> "_C.PassObserver":
+        """Tells when synchronized passes begin and end."""
 
 
 class Tuner:
@@ -124,12 +119,12 @@ class Tuner:
         if self._tuning is None:
             # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
-            target.watch(self.session.native_device, lambda: (method := begin()) and method())
+            target.observer.watch(self.session.native_device, lambda: (method := begin()) and method(), times=True)
 
     def stop(self, reason: str) -> None:
         """Ends the search and the engines; the target stays where it is. Idempotent."""
         if self._target is not None:
-            self._target.unwatch()
+            self._target.observer.unwatch()
         for session in {*self._sessions.values(), self.session}:
             session.stop(reason)
 
@@ -156,7 +151,7 @@ class Tuner:
         self._num_steps += self._tuning is None
 
     def _end_turn(self) -> None:
-        ends = self._target.take_pass_ends()
+        ends = self._target.observer.take_pass_ends()
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-TIMED:]
         own_ms = statistics.mean(steps) if steps else math.inf
         what = f"the times of config='auto' trying {self._running}"
@@ -192,7 +187,7 @@ class Tuner:
     def _free_losers(self) -> None:
         """Only the chosen session stays; if it stands in for off, only its state stays."""
         if self._target is not None:
-            self._target.unwatch()
+            self._target.observer.unwatch()
         for session in self._sessions.values():
             if session is not self.session or self._running == OFF:
                 session.stop("config='auto' has chosen something else")

@@ -149,13 +149,13 @@ def captured(rank, world_size, library, is_watched):
         comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while config="auto" searches
-            target.watch(comm.session.native_device, lambda: begun.append(len(fake.launches)))
+            target.observer.watch(comm.session.native_device, lambda: begun.append(len(fake.launches)), times=True)
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with fake.capturing(), pytest.raises(RuntimeError) as raised:
             ddp.reducer._run_comm_hook(bucket).wait()
-        done = len(fake.launches), len(begun), len(target.take_pass_ends())
+        done = len(fake.launches), len(begun), len(target.observer.take_pass_ends())
         (seen,) = synchronize(ddp, [torch.full((3000,), 3.0)])
-        num_seen = len(target.take_pass_ends())
+        num_seen = len(target.observer.take_pass_ends())
         comm.detach()
     return str(raised.value), done, seen.unique().tolist(), num_seen
 

@@ -56,11 +56,12 @@ STEPS = {False: ONE_PASS, True: TWO_PASSES}
 
 ADD_UP = ("hook", "reducer", "DataParallel")
 ONLY_ONCE = ("hook", "hook, static graph", "reducer", "reducer, unused", "DataParallel", "FSDP2", "HSDP")
+ONLY_ONCE += ("FSDP2, own parameters", "HSDP, own parameters")  # which come before those of the first layer
 CASES = [
     (front, adds_up, size, weighted)
     for fronts, adds_up, kinds in ((ONLY_ONCE, False, ("mean", "sum")), (ADD_UP, True, ("sum",)))
     for front in fronts
-    for size in ((4,) if front == "HSDP" else (2, 3, 4))
+    for size in ((4,) if front.startswith("HSDP") else (2, 3, 4))
     for weighted in kinds
 ]
 

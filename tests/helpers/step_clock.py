@@ -18,11 +18,9 @@ class StepClock:
         self._runs, self._ms, self._chance = comm.runs, ms, random.Random(rank)
         self._ends_ms = [0.0]  # when each step ends, including the step that has just begun
         target = self._runs._target
-        self._runs._target = types.SimpleNamespace(
-            take_pass_ends=functools.partial(self._by_own_clock, target.take_pass_ends),
-            set=target.set,
-            unwatch=target.unwatch,
-        )
+        take_pass_ends = functools.partial(self._by_own_clock, target.observer.take_pass_ends)
+        observer = types.SimpleNamespace(take_pass_ends=take_pass_ends, unwatch=target.observer.unwatch)
+        self._runs._target = types.SimpleNamespace(observer=observer, set=target.set)
 
     def __call__(self) -> None:
         self._ends_ms.append(self._ends_ms[-1] + self.step_ms())

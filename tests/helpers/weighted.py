@@ -31,14 +31,14 @@ def sum_of_losses(module, x, y):
 
 def wrapped(front, module, config):
     """(what is called, the handle, the context of a pass that only adds up). Fronts are those of synchronized(), some
-    with an option, and FSDP2 of each layer, or "HSDP"."""
+    with an option, and FSDP2 or "HSDP" of each layer, with "own parameters" of the first and the model."""
     name, _, option = front.partition(", ")
     if name in ("FSDP2", "HSDP"):
         size = dist.get_world_size()
         mesh = init_device_mesh("cpu", (size,))
         if name == "HSDP":
             mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "shard"))
-        for layer in (module[0], module[2], module):
+        for layer in (module[0], *([] if option else [module[2]]), module):
             fully_shard(layer, mesh=mesh)
         return module, fusedcomm.attach(module, config, quiet=True), None
     if option == "static graph":

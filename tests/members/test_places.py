@@ -148,6 +148,20 @@ def test_rounds_of_members_leave_no_threads_and_descriptors_behind(ranks):
             assert last <= first + 2, counts  # a thread may be about to end
 
 
+def times_of_passes(rank, world_size):
+    module = nn.Linear(4, 2)
+    with fusedcomm.Members() as members:
+        comm = fusedcomm.GradReducer(module, "fp32", members=members, quiet=True)
+        for _ in range(3):
+            module(torch.ones(2, 4)).sum().backward()
+        return comm.native.observer.take_pass_ends()
+
+
+def test_members_keep_no_time_of_each_pass(ranks):
+    """Nobody takes them, so they would pile up: on a device with an event each."""
+    assert ranks.run(times_of_passes, world_size=1) == [[]]
+
+
 def handled(rank, world_size):
     found = {}
     with fusedcomm.Members() as members:

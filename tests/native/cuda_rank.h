@@ -173,7 +173,7 @@ class Rank {
   // Drops all that detaching drops.
   void detach() {
     switch_.set(nullptr, nullptr);
-    switch_.watch(nullptr);
+    switch_.observer().unwatch();
     hook_ = nullptr;
     cuda_ = nullptr;
   }
@@ -186,7 +186,7 @@ class Rank {
   CudaDevice& cuda() const { return *cuda_; }
   HookSwitch& hook_switch() { return switch_; }
   void observe() {
-    switch_.watch(std::make_shared<PassObserver>(cuda_, [] {}));
+    switch_.observer().watch(cuda_, [] {}, /*times=*/true);
   }
   size_t num_buckets() const { return model_.parameters.size(); }
   const std::string& error() const { return error_; }

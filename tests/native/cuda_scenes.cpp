@@ -53,7 +53,7 @@ void training_steps() {
       for (int step = 0; step < kNumSteps; ++step) rank.train(step);
       REQUIRE(rank.hook().stats().num_nonfinite == 0, "non-finite elements were counted");
       rank.synchronize();
-      const size_t num_ends = rank.hook_switch().take_pass_ends().size();
+      const size_t num_ends = rank.hook_switch().observer().take_pass_ends().size();
       REQUIRE(setup.are_apart || num_ends == kNumSteps, "%zu passes were observed", num_ends);
       rank.detach();
     });

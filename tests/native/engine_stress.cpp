@@ -222,12 +222,6 @@ class ThreadTransport : public Transport {
     network_->arrive(channel, group(channel), next(channel), {std::move(send), std::move(receive), std::move(done)},
                      move_all_gather);
   }
-  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override {
-    const Group& of = group(channel);
-    const int64_t nbytes = all.nbytes / of.size;
-    const WireSpan own{all.data + of.index * nbytes, nbytes, all.owner};
-    network_->arrive(channel, of, next(channel), {own, std::move(all), std::move(done)}, move_all_gather);
-  }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
     network_->arrive(channel, group(channel), next(channel), {std::move(data), {}, std::move(done)}, add_all_reduce);

@@ -37,8 +37,7 @@ void nccl_or_torch() {
            Case{2, "", "ncclAllReduce 3 "},
            Case{3, "", "ncclAllGather 10 ncclAlltoAll 10 "},
            // NCCL before 2.28.
-           Case{0, "", "ncclAllGather 5 ncclRecv 10 ncclSend 10 ", sim::nccl("ncclAlltoAll")},
-           Case{0, "the simulated NCCL has no ncclAllGather", "", sim::nccl("ncclAllGather")},
+           Case{0, "the simulated NCCL has no ncclAlltoAll", "", sim::nccl("ncclAlltoAll")},
            Case{0, "the simulated NCCL has no _ZN4c10d", "", sim::nccl("_ZN4c10d16ProcessGroupNCCL10getCommPtrEv")},
            // A library that lacks what another one has, which torch would call.
            Case{0, "torch calls the ncclGetErrorString of ", "",
@@ -68,28 +67,22 @@ void nccl_or_torch() {
 // A function fails on all ranks, or says that it is in progress. The error has its name, its result and the bucket, and
 // ends all later ones.
 void nccl_fails() {
-  const std::string of_group = "a group of ncclSend and ncclRecv";
   const std::string failed = "3 (internal error): the test made this call fail";
   const std::string in_progress = "7 (an error): The communicator does not block its callers: set FUSEDCOMM_NCCL=torch";
-  for (const auto& [function, hidden, named, sum, result] :
-       {std::tuple{"ncclAlltoAll", "", std::string("ncclAlltoAll"), 0, failed},
-        {"ncclAllGather", "", "ncclAllGather", 1, failed},
-        {"ncclAllGather", "", "ncclAllGather", 1, in_progress},
-        {"ncclAllReduce", "", "ncclAllReduce", 2, failed},
-        {"ncclRecv", "ncclAlltoAll", of_group, 0, failed},
-        {"ncclGroupStart", "ncclAlltoAll", of_group, 0, failed},
-        {"ncclGroupEnd", "ncclAlltoAll", of_group, 0, failed}}) {
+  for (const auto& [function, sum, result] : {std::tuple{"ncclAlltoAll", 0, failed},
+                                              {"ncclAllGather", 1, failed},
+                                              {"ncclAllGather", 1, in_progress},
+                                              {"ncclAllReduce", 2, failed}}) {
     Setup setup = sums()[static_cast<size_t>(sum)];
-    setup.nccl = sim::nccl(hidden);
     sim::fail_nccl("");
     std::barrier trained(setup.world_size);
-    with_ranks(setup, [&, function = function, named = named, result = result](Rank& rank, int) {
+    with_ranks(setup, [&, function = function, result = result](Rank& rank, int) {
       rank.train(0);
       rank.synchronize();
       trained.arrive_and_wait();
       sim::fail_nccl(function, result == failed ? 3 : 7);
       REQUIRE(rank.backward(1) == 0, "%s fails unnoticed", function);
-      const std::string text = rank.error(), code = named + " failed with code " + result;
+      const std::string text = rank.error(), code = std::string(function) + " failed with code " + result;
       REQUIRE(text.find(code) != std::string::npos && text.find(" failed for bucket 0 (") != std::string::npos,
               "%s: %s", function, text.c_str());
       REQUIRE(rank.error_of_next() == text, "a bucket goes on after %s has failed", function);

@@ -321,8 +321,28 @@ std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
   Clock& clock = sim.clocks[stream.id()];
   merge(&clock, host_clock(sim));
   const PastAccess made{0, nbytes, /*writes=*/true, stream.id(), ++clock[stream.id()], "its allocation"};
-  sim.blocks[data] = {std::unique_ptr<std::byte, Delete>(data), nbytes, stream.id(), {}, false, {made}};
+  sim.blocks[data] = {std::unique_ptr<std::byte, Delete>(data), nbytes, stream.id(), {}, false, {made}, {}};
   return data;
+}
+
+void note_copy(const void* data, const void* host, int64_t nbytes, c10::Device device) {
+  DeviceState& sim = state(device.index());
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  Block* const block = block_of(&sim.blocks, data);
+  if (!block || block->memory.get() != data) return;
+  const auto* const bytes = static_cast<const std::byte*>(host);
+  block->enqueued.assign(bytes, bytes + nbytes);
+}
+
+const void* enqueued(const void* data, c10::Device device) {
+  if (!data) return nullptr;
+  DeviceState& sim = state(device.index());
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  const Block* const block = block_of(&sim.blocks, data);
+  REQUIRE(block, "%p is not memory of its device", data);
+  const auto offset = static_cast<size_t>(static_cast<const std::byte*>(data) - block->memory.get());
+  REQUIRE(offset < block->enqueued.size(), "%p was not copied from the host", data);
+  return block->enqueued.data() + offset;
 }
 
 void record_use(const void* data, const c10::Stream& stream) {

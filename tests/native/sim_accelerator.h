@@ -54,6 +54,10 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
 // Returns zeroed memory, aligned to 64 bytes, that belongs to a stream. As with cudaMallocAsync it is there once the
 // stream reaches this: work that accesses it must be ordered after that.
 std::byte* allocate(const c10::Stream& stream, int64_t nbytes);
+// Notes what an enqueued copy from the host brings to `data`, the begin of memory of allocate().
+void note_copy(const void* data, const void* host, int64_t nbytes, c10::Device device);
+// The same byte of what was noted, which the host may read before the stream has come to the copy. Null for null.
+const void* enqueued(const void* data, c10::Device device);
 // Like torch's record_stream(): memory that is given back also waits for the work that this stream has been given by
 // then. `data` may point anywhere into the memory; does nothing if it is not of allocate().
 void record_use(const void* data, const c10::Stream& stream);

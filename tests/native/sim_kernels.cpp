@@ -86,18 +86,41 @@ void add_parts(const BucketLayout& layout, const void* message, bool writes, std
   }
 }
 
-// The gradients of a chunk, which pack reads and unpack writes.
+// A table as the host may read it at a launch. The stream may not have written it yet.
+const int64_t* on_host(const int64_t* table) {
+  const auto device = c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getDevice();
+  return static_cast<const int64_t*>(enqueued(table, device));
+}
+
+// The tables of runs and the gradients of a chunk, which pack reads and unpack writes.
 template <class Launch>
 void add_gradients(const Launch& launch, GradDtype dtype, bool writes, std::vector<Access>* accesses) {
   for (const auto& [slices, numel] :
        {std::pair(launch.exact, launch.part.exact_numel), std::pair(launch.lossy, launch.part.numel)}) {
     const int64_t begin = launch.first_part * numel, end = begin + launch.num_parts * numel;
+    // From `starts` to the end of `deltas`: see num_runs().
+    accesses->push_back(bytes(slices.starts, (slices.deltas + num_runs(slices) - slices.starts) * 8, false));
+    const int64_t *const starts = on_host(slices.starts), *const ends = on_host(slices.ends),
+                         *const deltas = on_host(slices.deltas);
     for (int64_t i = 0; i < num_runs(slices); ++i) {
-      const int64_t from = std::max(begin, slices.starts[i]), to = std::min(end, slices.ends[i]);
+      const int64_t from = std::max(begin, starts[i]), to = std::min(end, ends[i]);
       if (from >= to) continue;
-      accesses->push_back(bytes(static_cast<std::byte*>(launch.grads) + (from + slices.deltas[i]) * grad_nbytes(dtype),
+      accesses->push_back(bytes(static_cast<std::byte*>(launch.grads) + (from + deltas[i]) * grad_nbytes(dtype),
                                 (to - from) * grad_nbytes(dtype), writes));
     }
+  }
+}
+
+// What count_nonfinite() reads beside the elements, and writes. slices: a list of PackLaunch, or ScaleLaunch.
+template <class Slices>
+void add_counts(const Slices& slices, int64_t begin, int64_t end, std::vector<Access>* accesses) {
+  if (slices.num_slices == 0) return;
+  accesses->push_back(bytes(slices.slice_starts, (slices.num_slices + 1) * 8, false));
+  accesses->push_back(bytes(slices.slots, slices.num_slices * 8, false));
+  const int64_t *const starts = on_host(slices.slice_starts), *const slots = on_host(slices.slots);
+  for (int32_t i = 0; i < slices.num_slices; ++i) {
+    if (std::max(begin, starts[i]) < std::min(end, starts[i + 1]))
+      accesses->push_back(bytes(slices.counts + slots[i], 8, true));
   }
 }
 
@@ -140,11 +163,9 @@ Work pack(const KernelKey& key, const PackLaunch& args) {
   Work work;
   add_gradients(args, key.grad_dtype, /*writes=*/false, &work.accesses);
   add_parts(layout, args.out.exact, /*writes=*/true, &work.accesses);
-  for (const SliceArgs& slices : {args.exact, args.lossy}) {
-    if (slices.num_slices == 0) continue;
-    work.accesses.push_back(bytes(slices.slice_starts, (slices.num_slices + 1) * 8, false));
-    // Of the first parameter's count alone: others may be anywhere.
-    work.accesses.push_back(bytes(slices.counts, 8, true));
+  for (const auto& [slices, numel] :
+       {std::pair(args.exact, args.part.exact_numel), std::pair(args.lossy, args.part.numel)}) {
+    add_counts(slices, args.first_part * numel, (args.first_part + args.num_parts) * numel, &work.accesses);
   }
   if (residual) {
     work.accesses.push_back(
@@ -209,7 +230,8 @@ Work unpack(const KernelKey& key, const UnpackLaunch& args) {
 
 Work scale(const ScaleLaunch& args) {
   Work work;
-  work.accesses = {bytes(args.data, args.numel * 4, true), bytes(args.counts, 8, true)};
+  work.accesses = {bytes(args.data, args.numel * 4, true)};
+  add_counts(args, 0, args.numel, &work.accesses);
   work.run = [args] {
     SliceArgs slices;
     slices.slice_starts = args.slice_starts;
@@ -234,15 +256,15 @@ Launch launched(void** params) {
 
 int on_launch(int64_t function, unsigned, unsigned, unsigned, void* handle, void** params) {
   const KernelKey& key = *reinterpret_cast<const KernelKey*>(function);
+  const c10::Stream stream = stream_of(handle);
+  const c10::Device current = c10::impl::VirtualGuardImpl(stream.device_type()).getDevice();
+  REQUIRE(current == stream.device(), "a kernel for device %d is launched while device %d is current",
+          stream.device_index(), current.index());
   Work work;
   if (key.kernel == kPackKernel) work = pack(key, launched<PackLaunch>(params));
   if (key.kernel == kReduceKernel) work = reduce(key, launched<ReduceLaunch>(params));
   if (key.kernel == kUnpackKernel) work = unpack(key, launched<UnpackLaunch>(params));
   if (key.kernel == kScaleKernel) work = scale(launched<ScaleLaunch>(params));
-  const c10::Stream stream = stream_of(handle);
-  const c10::Device current = c10::impl::VirtualGuardImpl(stream.device_type()).getDevice();
-  REQUIRE(current == stream.device(), "a kernel for device %d is launched while device %d is current",
-          stream.device_index(), current.index());
   launch(stream, key.kernel, work.accesses, std::move(work.run));
   return 0;
 }

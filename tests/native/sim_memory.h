@@ -40,6 +40,7 @@ struct Block {
   std::set<c10::StreamId> users;  // streams of record_use()
   bool is_given_back = false;
   std::vector<PastAccess> past;
+  std::vector<std::byte> enqueued;  // see note_copy()
 };
 using Blocks = std::map<const std::byte*, Block>;  // by address
 

@@ -21,17 +21,10 @@ int failing_result = kSuccess;
 
 thread_local std::string t_last_error;
 
-// The first parts of a group's sends and receives; the others must follow them, in the order of ranks.
-struct OpenGroup {
-  std::byte *sent = nullptr, *received = nullptr;
-  size_t nbytes = 0;  // of a part
-};
-thread_local OpenGroup t_group;
-
-// Returns the result of a call. communicator: null for those that have none, which are not counted.
-int begin(const char* function, const sim::Backend* communicator = nullptr) {
+// Counts a call and returns its result.
+int begin(const char* function, const sim::Backend* communicator) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (communicator) ++num_calls[sim::device_of(*communicator).index()][function];
+  ++num_calls[sim::device_of(*communicator).index()][function];
   if (failing != function) return kSuccess;
   t_last_error = "the test made this call fail";
   return failing_result;
@@ -57,14 +50,6 @@ int enqueue(int result, sim::Collective what, const void* send, size_t sent, voi
   return result;
 }
 
-int add(const char* function, std::byte** first, const void* part, size_t count, int peer, sim::Backend* communicator) {
-  auto* const data = static_cast<std::byte*>(const_cast<void*>(part));
-  if (peer == 0) *first = data;
-  REQUIRE(data == *first + static_cast<size_t>(peer) * count, "%s of part %d is not in its place", function, peer);
-  t_group.nbytes = count;
-  return begin(function, communicator);
-}
-
 size_t of_all(size_t count, const sim::Backend* communicator) {
   return count * static_cast<size_t>(sim::size_of(*communicator));
 }
@@ -75,19 +60,6 @@ size_t of_all(size_t count, const sim::Backend* communicator) {
 
 NCCL const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "an error"; }
 NCCL const char* ncclGetLastError(void*) { return t_last_error.c_str(); }
-NCCL int ncclGroupStart() { return begin("ncclGroupStart"); }
-NCCL int ncclGroupEnd() { return begin("ncclGroupEnd"); }
-NCCL int ncclSend(const void* data, size_t count, int, int peer, sim::Backend* communicator, void*) {
-  return add("ncclSend", &t_group.sent, data, count, peer, communicator);
-}
-// The last one enqueues, in place of the group's end, which has no communicator.
-NCCL int ncclRecv(void* data, size_t count, int dtype, int peer, sim::Backend* communicator, void* stream) {
-  const int result = add("ncclRecv", &t_group.received, data, count, peer, communicator);
-  if (peer + 1 != sim::size_of(*communicator)) return result;
-  const size_t all = of_all(count, communicator);
-  return enqueue(result, sim::Collective::kAllToAll, t_group.sent, all, t_group.received, all, dtype, communicator,
-                 stream);
-}
 NCCL int ncclAlltoAll(const void* send, void* receive, size_t count, int dtype, sim::Backend* communicator,
                       void* stream) {
   const size_t all = of_all(count, communicator);

@@ -123,6 +123,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const at::Tensor source = from.is_cpu() ? from.clone() : on_cpu(from);
   // What is read too early is not the result.
   if (to.is_cpu() && non_blocking && PinnedAllocator::has(to)) std::memset(to.mutable_data_ptr(), 0x7F, extent(to));
+  if (from.is_cpu() && from.dtype() == to.dtype() && source.is_contiguous() && to.is_contiguous())
+    sim::note_copy(to.const_data_ptr(), source.const_data_ptr(), extent(source), device);
   sim::launch(stream, "copy", accesses, [source, destination = on_cpu(to)] {
     const at::NoGradGuard no_grad;
     destination.copy_(source);

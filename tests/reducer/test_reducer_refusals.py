@@ -15,7 +15,7 @@ SHAPES = ((4000,), (30, 40), (9,))
 def run_into(rank, world_size, case):
     """Returns the error of the pass, the error of the next one, and a gradient with a new reducer."""
     model = Gradients(*SHAPES)
-    reducer = reducer_of(model, bucket_mib=0.001)
+    reducer = reducer_of(model, bucket_mib=25 if "in one bucket" in case else 0.001)
     gradients = [integers(rank, shape) for shape in SHAPES]
 
     def raises(gradient):
@@ -26,7 +26,7 @@ def run_into(rank, world_size, case):
             return (model.weights[2] * gradients[2]).sum().backward()
         if case == "interrupted on rank 1" and rank == 1:
             model.weights[0].register_hook(raises)
-        if case == "frozen on rank 1":
+        if case.startswith("frozen on rank 1"):
             model.weights[0].requires_grad_(rank != 1)
         return model(gradients).backward()
 
@@ -45,6 +45,7 @@ def run_into(rank, world_size, case):
         ("missing", ["the backward pass brought no gradient for weights.1, weights.0", "find_unused_parameters=True"]),
         ("missing on rank 1", ["rank 1 of 3: the backward pass brought no gradient for weights.1, weights.0"]),
         ("frozen on rank 1", ["requires_grad of weights.0 was True on rank 0 and False on rank 1"]),
+        ("frozen on rank 1, in one bucket", ["requires_grad of weights.0 was True on rank 0 and False on rank 1"]),
     ],
 )
 def test_a_pass_that_cannot_go_on_fails_with_one_text_on_every_rank(ranks, case, told):

@@ -101,14 +101,9 @@ HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
 
 c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket) {
+  if (!observer_.in_pass()) observer_.begin();  // may change hook_
+  if (bucket.isLast()) observer_.end();
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<PassObserver> watch = watch_;
-  if (watch) {
-    lock.unlock();
-    if (!watch->in_pass()) watch->begin();  // may change hook_
-    if (bucket.isLast()) watch->end();
-    lock.lock();
-  }
   const std::shared_ptr<Synchronizer> hook = hook_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
@@ -138,18 +133,6 @@ bool HookSwitch::stands_in(const c10d::GradBucket& bucket, Synchronizer& hook) {
 void HookSwitch::ask(AskJoin join) {
   std::lock_guard<std::mutex> lock(mutex_);
   join_.swap(join);
-}
-
-void HookSwitch::watch(std::shared_ptr<PassObserver> watch) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  watch_.swap(watch);
-}
-
-std::vector<double> HookSwitch::take_pass_ends() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<PassObserver> watch = watch_;
-  lock.unlock();
-  return watch ? watch->take_pass_ends() : std::vector<double>{};
 }
 
 ReducerNodes::ReducerNodes(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {

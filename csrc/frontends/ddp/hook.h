@@ -36,27 +36,25 @@ class HookSwitch {
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
   // `hook`: null for DDP's default, which uses `process_group`.
   void set(std::shared_ptr<Synchronizer> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
-  // Sets the observer; null: none. Its begin_pass may call this function and set(). A pass ends for it when the last
-  // bucket is handed over. With static_graph the first two passes count as one, because the first does not mark its
-  // last bucket. No forward pre-hook tells of passes, because under Join and under no_sync only the communication hook
-  // is called alike on every rank.
-  void watch(std::shared_ptr<PassObserver> watch);
+  // A pass begins before its first bucket, where set() may be called, and ends when the last one is handed over. With
+  // static_graph the first two passes count as one, because the first does not mark its last bucket. No forward
+  // pre-hook tells of passes, because under Join and under no_sync only the communication hook is called alike on every
+  // rank.
+  PassObserver& observer() { return observer_; }
   // How the module is used when a rank hands over buckets outside of a backward pass.
   enum class Join { kNone, kAllRanks, kActiveRanks };  // the last two: what gradients are divided by
   using AskJoin = std::function<Join()>;
   // Asks `join` before such buckets: under Join they are those of a rank that has no inputs left.
   void ask(AskJoin join);
-  // See PassObserver. Empty without an observer.
-  std::vector<double> take_pass_ends();
 
  private:
   // Whether the buckets of this pass stand in for those of a backward pass that the rank does not have.
   bool stands_in(const c10d::GradBucket& bucket, Synchronizer& hook);
 
-  std::mutex mutex_;
+  PassObserver observer_;
+  std::mutex mutex_;  // guards the members below
   AskJoin join_;
   bool is_shadow_ = false;
-  std::shared_ptr<PassObserver> watch_;
   std::shared_ptr<Synchronizer> hook_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };

@@ -1,7 +1,6 @@
 // What the ranks tell each other, and how they fail together.
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <string>

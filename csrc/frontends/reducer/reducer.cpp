@@ -165,10 +165,9 @@ void GradReducer::on_task_lost(int64_t pass) try {
 }
 
 void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
-  const std::shared_ptr<PassObserver> watch = watch_;  // the call may end the watch
   lock.unlock();
   try {
-    if (watch) watch->begin();
+    observer_.begin();
     lock.lock();
     const std::shared_ptr<Synchronizer> synchronizer = synchronizer_;
     lock.unlock();
@@ -199,6 +198,7 @@ void GradReducer::begin_pass(Part part) {
   }
   if (buckets_.empty() || trained != trained_) {
     if (taker_ && !buckets_.empty()) refuse_other_parameters(trained);
+    must_compare_ = trained != trained_ && !membership_;
     trained_ = std::move(trained);
     cut_buckets();
   }
@@ -285,6 +285,8 @@ void GradReducer::at_task_end(std::function<void(GradReducer&, bool)> on_end) {
 }
 
 void GradReducer::hand_over_complete(const at::Tensor& added) {
+  // Gloo ends the process of a rank that receives more bytes than it expects.
+  if (std::exchange(must_compare_, false)) check_flags();
   while (under_way_.size() < buckets_.size() && num_missing_[under_way_.size()] == 0) {
     hand_over(under_way_.size(), added);
   }
@@ -354,7 +356,7 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 void GradReducer::finish_pass(std::unique_lock<std::mutex>& lock) {
   membership_ ? wait_for_members(lock) : wait_for_pass();
   if (!taker_ && part_ == Part::kGradients) write_back_all();
-  if (watch_) watch_->end();
+  observer_.end();
   note_order();
   const std::vector<size_t> used = taker_ ? parameters_used() : std::vector<size_t>();
   used_.clear();

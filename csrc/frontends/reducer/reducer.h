@@ -139,10 +139,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Buckets buckets_now() const;
   // Throws if this rank has failed or another one has published a problem.
   void check();
-  // Sets the observer of synchronized passes; null: none.
-  void watch(std::shared_ptr<PassObserver> watch);
-  // See PassObserver. Empty without an observer.
-  std::vector<double> take_pass_ends();
+  // Of synchronized passes.
+  PassObserver& observer() { return observer_; }
   // Gradients that have been copied so far; see gradient.h.
   int64_t num_copied() const;
 
@@ -287,12 +285,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   const Say say_;
   const bool is_accelerated_;  // whether the parameters are on an accelerator
 
+  PassObserver observer_;
   mutable std::mutex mutex_;  // guards the members below
   int rank_, world_size_;
   std::shared_ptr<Synchronizer> synchronizer_;
   std::optional<Membership> membership_;  // none: the ranks stay
   std::optional<Taker> taker_;            // none: the synchronizer sums
-  std::shared_ptr<PassObserver> watch_;   // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;
   bool is_on_ = true;
@@ -319,6 +317,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Buckets buckets_;
   std::vector<size_t> bucket_of_;  // by parameter; kNoBucket for a frozen one
   bool must_agree_on_order_ = false;
+  bool must_compare_ = false;  // whether trained_ is new, so that other ranks' buckets may have other sizes
   ArrivalOrder arrival_order_;
   bool wants_new_order_ = false;  // whether this rank, 0, asks for buckets of its new order
   bool has_said_new_order_ = false;

@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "frontends/reducer/reducer.h"
@@ -71,7 +70,7 @@ void GradReducer::refuse(const std::string& why) {
 }
 
 void GradReducer::detach() {
-  watch(nullptr);
+  observer_.unwatch();
   std::lock_guard<std::mutex> lock(mutex_);
   is_on_ = in_pass_ = false;
   accumulators_.reset();
@@ -81,16 +80,6 @@ void GradReducer::set_synchronizer(std::shared_ptr<Synchronizer> synchronizer) {
   std::lock_guard<std::mutex> lock(mutex_);
   check_flags();  // while the old one runs
   synchronizer_.swap(synchronizer);
-}
-
-void GradReducer::watch(std::shared_ptr<PassObserver> watch) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  watch_.swap(watch);  // the old one is freed after the lock, because Python's part waits for the GIL
-}
-
-std::vector<double> GradReducer::take_pass_ends() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return watch_ ? watch_->take_pass_ends() : std::vector<double>{};
 }
 
 int64_t GradReducer::num_copied() const {

@@ -47,7 +47,7 @@ class Training(Views):
         """Call it when the native reducer is made."""
         self._native = weakref.ref(native)
         native.use(finish=self.finish, recover=self.recover)
-        native.watch(self.session.native_device, self.before_pass)
+        native.observer.watch(self.session.native_device, self.before_pass, times=False)
 
     # ---- what a handle asks of what runs behind it
 
