@@ -148,6 +148,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     call: Call[list[torch.Tensor]] = Call("allgather", None, name, process_set, is_group=True)
     with told_to_others(call):
         data = _as_tensor(pickler.dumps(obj))
-        call.given = [torch.tensor([data.numel()]), data]
+        call.given = [torch.tensor([data.numel()], dtype=torch.int64), data]
     nbytes, gathered = finished(call)
     return [pickle.loads(bytes(part.clone().untyped_storage())) for part in gathered.split(nbytes.tolist())]

@@ -9,11 +9,10 @@ import torch
 
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, OfGradients, check_compression, config_of_gradients
-from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.operations import Call, begin, told_to_others
 from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
-from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer
+from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer, error_of
 from fusedcomm.horovod.world import world
 from fusedcomm.session.served import Place, refuse_served, serve, servers_of
 from fusedcomm.session.surface import Spelled
@@ -42,7 +41,7 @@ def name_of_place(group: int, index: int) -> str:
 
 def _refuse(failure: str) -> NoReturn:
     """Raises what a backward pass raises whose gradient the reducer refuses; see Steps in reducer.h."""
-    raise HorovodInternalError(failure) if failure else AssertionError(TOO_MANY_PASSES)
+    raise error_of(failure) if failure else AssertionError(TOO_MANY_PASSES)
 
 
 class ReducedOptimizer(Spelled):

@@ -29,12 +29,16 @@ from fusedcomm.session.session import Session
 Groups = int | list[list[torch.Tensor]] | None
 
 _MIB = 1 << 20
-_OF_THE_REDUCER = "Then call detach() and make a new GradReducer", "Then make a new hvd.DistributedOptimizer"
-"""What the reducer's errors tell its own users to do, and what they tell those of an optimizer."""
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: watches report stalls, and notice lost ranks."""
 _living: "weakref.WeakSet[StepReducer]" = weakref.WeakSet()
 _numbers = itertools.count()
+
+
+def error_of(failure: str) -> HorovodInternalError:
+    """The error of a reducer that fails so, with what users of an optimizer are to do."""
+    ours, theirs = "Then call detach() and make a new GradReducer", "Then make a new hvd.DistributedOptimizer"
+    return HorovodInternalError(failure.replace(ours, theirs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +176,7 @@ class StepReducer:
             return function()
         except RuntimeError as error:
             self.leave("a step has failed")
-            raise HorovodInternalError(str(error).replace(*_OF_THE_REDUCER)) from error
+            raise error_of(str(error)) from error
 
     def leave(self, reason: str) -> None:
         """Forgets the step and the ranks; sums under way fail with `reason`. Idempotent."""
