@@ -24,8 +24,9 @@ Errors that all have:
         operation of this name is under way.
     TypeError: `compression` is none.
     HorovodInternalError: the ranks do not agree on the operation: the text names both ranks and both values, and the
-        next operation works. Or another rank cannot take part: the text has what its call has raised. Or a rank was
-        lost or has called hvd.shutdown(): every later operation fails, too.
+        next operation works. Or another rank cannot take part: the text has what its call has raised. That was its
+        call of this name: every rank calls again, or none. Or a rank was lost or has called hvd.shutdown(): every later
+        operation fails, too.
 """
 
 import inspect

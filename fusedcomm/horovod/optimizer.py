@@ -9,7 +9,8 @@ import torch
 
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.compression import Compression, OfGradients, check_compression, config_of_gradients
-from fusedcomm.horovod.operations import Call, begin, told_to_others
+from fusedcomm.horovod.errors import HorovodInternalError
+from fusedcomm.horovod.operations import Call, begin, checked, told_to_others
 from fusedcomm.horovod.order import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, members_of
 from fusedcomm.horovod.step_reducer import Groups, Options, StepReducer, error_of
@@ -149,11 +150,13 @@ class ReducedOptimizer(Spelled):
         """For what no wire does: a compressor of the user's, and other reductions than sums."""
         options = self._options
         trained = [(name, each) for name, each in self._named() if each.requires_grad]
-        begun = []
-        for name, each in trained:
-            call: Call[torch.Tensor] = Call("allreduce", None, name, self.process_set)
-            call.how = dict(op=options.op, prescale=1.0, postscale=options.predivide)
-            with told_to_others(call):
+        how = dict(op=options.op, prescale=1.0, postscale=options.predivide)
+        calls: list[Call[torch.Tensor]] = [Call("allreduce", None, name, self.process_set, how) for name, _ in trained]
+        contexts = []
+        with contextlib.ExitStack() as told:  # without one gradient this rank begins none, and the others wait for all
+            for call in calls:
+                told.enter_context(told_to_others(call))
+            for call, (name, each) in zip(calls, trained, strict=True):
                 if each.grad is None:
                     each.grad = torch.zeros_like(each)
                 elif each.grad.is_sparse:
@@ -162,9 +165,16 @@ class ReducedOptimizer(Spelled):
                         "hvd.Compression.none with hvd.Average or hvd.Sum"
                     )
                 call.given, context = options.compression.compress((each.grad / options.predivide).contiguous())
-            begun.append((each, begin(call, in_place=True), context))
-        for each, handle, context in begun:
-            each.grad.copy_(options.compression.decompress(synchronize(handle), context))
+                checked(call)
+                contexts.append(context)
+        handles = [begin(call, in_place=True) for call in calls]
+        try:
+            for (_, each), handle, context in zip(trained, handles, contexts, strict=True):
+                each.grad.copy_(options.compression.decompress(synchronize(handle), context))
+        finally:
+            for handle in handles:  # the next step has the same names, which are pending until then
+                with contextlib.suppress(HorovodInternalError):
+                    synchronize(handle)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -125,16 +125,16 @@ def test_each_refusal_is_told_and_forgotten(ranks):
 
 
 class Fails:
-    """A compressor whose compress() fails."""
+    """A compressor whose compress() fails for vectors."""
 
-    compress = staticmethod(lambda tensor: 1 // 0)
+    compress = staticmethod(lambda tensor: (tensor, 1 // (tensor.dim() - 1)))
     decompress = staticmethod(lambda tensor, context: tensor)
 
 
 def step_with(compression):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), compression=compression, op=hvd.Max)
-    weight.sum().backward()
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,), (2, 2))]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, 0.1), compression=compression, op=hvd.Max)
+    sum(weight.sum() for weight in weights).backward()
     optimizer.step()
 
 
@@ -167,6 +167,32 @@ def one_sided(rank, size):
 def test_what_one_rank_alone_does_wrong_is_told_to_the_others(ranks):
     for (kind, said), (_, own) in zip(*ranks.run(one_sided, world_size=2), strict=True):
         assert kind == "HorovodInternalError" and f"rank 1 cannot take part: {own}" in said, (said, own)
+
+
+def refused_alone(rank, size):
+    """Why rank 0 has ended, after rank 1 alone has made a mistaken call and the limit for stalls has passed."""
+    logged, handler = [], logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    LOGGER.addHandler(handler)
+    failure, limits = "", dict(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0.1", HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    try:
+        with contextlib.suppress(hvd.HorovodInternalError), job(**limits):
+            store, found = world().store, world().order
+            if rank == 1:
+                raised(hvd.allreduce, None, name="alone")
+                store.wait(["rank 0 has seen it"])
+            else:
+                while not found.failure and not any("allreduce.alone" in text for text in logged):
+                    torch.zeros(1).add_(1)
+                failure = found.failure
+                store.set("rank 0 has seen it", "1")
+    finally:
+        LOGGER.removeHandler(handler)
+    return failure
+
+
+def test_a_mistaken_call_that_no_other_rank_makes_is_named_and_ends_nothing(ranks):
+    assert ranks.run(refused_alone, world_size=2) == ["", ""]
 
 
 def stalls(rank, size):

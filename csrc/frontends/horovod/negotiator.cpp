@@ -52,6 +52,10 @@ void Negotiator::add(int number, int rank, Entry entry) {
   if (pending.problem.empty() && !entry.problem.empty()) {
     pending.problem = "fusedcomm: rank " + std::to_string(rank) + " cannot take part: " + entry.problem;
   }
+  if (entry.problem.empty() && !std::exchange(pending.is_awaited, true)) {
+    pending.since = Clock::now();
+    pending.was_reported = false;
+  }
   pending.entries[member] = std::move(entry);
   if (pending.problem.empty() && pending.operation().signature != operation->signature) {
     const auto said = [&](size_t of) -> Said {
@@ -163,7 +167,8 @@ Negotiator::Stalls Negotiator::look_for_stalls() {
         pending.was_reported = true;
         late[missing_text(set, pending)].push_back(key);
       }
-      if (has_waited(options_.stall_shutdown_s) && found.fatal.empty()) {
+      // What is refused everywhere so far keeps nobody: a rank may have made its mistaken call alone, and gone on.
+      if (pending.is_awaited && has_waited(options_.stall_shutdown_s) && found.fatal.empty()) {
         std::ostringstream text;
         text << "fusedcomm: within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=" << options_.stall_shutdown_s << " "
              << missing_text(set, pending) << " did not submit " << key;

@@ -55,6 +55,7 @@ class Negotiator {
     size_t num_missing = 0;
     int last_rank = 0;  // that has submitted it
     std::string problem;
+    bool is_awaited = false;  // by a member that has not refused it
     Clock::time_point since = Clock::now();
     bool was_reported = false;
 
