@@ -41,6 +41,8 @@ def broadcast_parameters(params: Mapping[str, Any] | list, root_rank: int) -> No
 def _start_parameter(tensor: torch.Tensor, root_rank: int, name: str | None) -> Any:
     """Starts a broadcast in place and returns what ends it."""
     data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data)  # messages have real numbers
     if data.is_contiguous():
         handle = ops.broadcast_async_(data, root_rank, name)
         return lambda: synchronize(handle)

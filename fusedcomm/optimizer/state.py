@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fusedcomm.optimizer.exchange import Exchange, written_bits
 from fusedcomm.optimizer.owner import Owner, State
 from fusedcomm.optimizer.parts import Target, index_by_id, laid_out, shaped
-from fusedcomm.optimizer.trial import fresh_state
+from fusedcomm.optimizer.trial import fresh_state, keys_of_state
 from fusedcomm.session.checksums import in_memory_order
 from fusedcomm.session.objects import everybodys
 from fusedcomm.session.session import Session
@@ -139,6 +139,7 @@ def load_state_dict(
                 key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()
             }
             _check(targets[i], whole[i])
+    _check_keys(whole, saved, owner, targets)
     for group, of_saved in zip(groups, saved, strict=True):
         group.update(copy.deepcopy({key: value for key, value in of_saved.items() if key != "params"}))
     for exchange in exchanges:
@@ -162,6 +163,30 @@ def _check(target: Target, state: Mapping[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != target.tensor.shape:
             shapes = f"{list(value.shape)} in the state, and the parameter {list(target.tensor.shape)}"
             raise ValueError(f"fusedcomm: {key} of {target.name} has the shape {shapes}: load a state of this model")
+
+
+def _check_keys(
+    whole: Mapping[int, Mapping[str, Any]], saved: Sequence[dict[str, Any]], owner: Owner, targets: Sequence[Target]
+) -> None:
+    """Raises ValueError for a state that lacks what its optimizer reads in a step, such as that of another class. On
+    every rank, whoever owns the parameter. whole: by target. saved: the groups, whose hyperparameters are to be
+    taken."""
+    index_of = index_by_id(targets)
+    for (optimizer, group, params), of_saved in zip(owner.made, saved, strict=True):
+        needed: dict[tuple[int, bool], set[str]] = {}
+        for i in (index_of[id(p)] for p in params if id(p) in index_of):
+            state, target = whole.get(i), targets[i]
+            if not state:  # the optimizer makes it in the next step
+                continue
+            kind = target.tensor.dim(), target.whole
+            if kind not in needed:
+                needed[kind] = keys_of_state(optimizer, {**group, **of_saved}, target)
+            if missing := sorted(needed[kind] - state.keys()):
+                name = type(optimizer).__name__
+                raise ValueError(
+                    f"fusedcomm: the state of {target.name} has {sorted(state)}, and {name} also needs {missing}: load "
+                    f"a state of {name}"
+                )
 
 
 def _part(target: Target, key: str, value: Any, piece: Any, leaf: torch.Tensor) -> Any:  # noqa: ANN401

@@ -50,6 +50,15 @@ def fresh_state(
     return states
 
 
+def keys_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], target: Target) -> set[str]:
+    """The keys of the parameter's state after a step; none if that steps no small parameters, so nothing is known."""
+    try:
+        (state,) = fresh_state(optimizer, group, [stand_in(target)])
+    except Exception:
+        return set()
+    return set(state)
+
+
 def changes_in_steps(
     groups: Sequence[dict[str, Any]],
     targets: Sequence[Target],

@@ -67,6 +67,11 @@ def check_parameters(rank, size):
         strided = values(rank, (3, 4)).t()
         hvd.broadcast_parameters({"strided": strided}, root_rank=0)
         assert torch.equal(strided, values(0, (3, 4)).t())
+        for dtype in (torch.complex64, torch.complex128):
+            own, roots = ((1 - 2j) * values(each, (3, 4), dtype) for each in (rank, 1))
+            given = [torch.nn.Parameter(own), own.clone().t()]
+            hvd.broadcast_parameters(given, root_rank=1)
+            assert torch.equal(given[0], roots) and torch.equal(given[1], roots.t())
         hvd.broadcast_parameters({}, root_rank=0)
 
 

@@ -308,6 +308,12 @@ def loads(change):
     return with_owners(do, "two groups")
 
 
+def with_momentum(state):
+    """Makes it one of SGD."""
+    for number, values in state["state"].items():
+        state["state"][number] = {"momentum_buffer": values["exp_avg"]}
+
+
 GROUPS_OF = "ValueError: fusedcomm: ... groups of"
 LOADS = [
     (loads(lambda state: state["param_groups"].pop()), GROUPS_OF),
@@ -315,6 +321,11 @@ LOADS = [
     (
         loads(lambda state: state["state"][0].update(exp_avg=torch.zeros(3, 3))),
         "ValueError: fusedcomm: ... exp_avg of embed.weight has the shape [3, 3] ... [33, 7]",
+    ),
+    (
+        loads(with_momentum),
+        "ValueError: fusedcomm: the state of embed.weight has ['momentum_buffer'], and AdamW also needs ['exp_avg', "
+        "'exp_avg_sq', 'step']: load a state of AdamW",
     ),
 ]
 UNUSED = [
