@@ -27,7 +27,7 @@ NCCL = "FUSEDCOMM_NCCL"
 
 MEMBERS = "FUSEDCOMM_MEMBERS"
 """The addresses of members of running training: "host:port", or several with commas between; or the path, with a / in
-it, of a file to which every member adds its address. See members/addresses.py."""
+it, of a file to which every member adds its address. See members/plane/addresses.py."""
 
 JOIN = "FUSEDCOMM_JOIN"
 """1: this process joins training that runs. 0: it begins training. Default: 1 in a process that torchrun has started

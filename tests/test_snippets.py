@@ -219,14 +219,15 @@ def test_the_python_of_a_page_runs(tmp_path, name):
 @pytest.mark.full
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=str)
 def test_the_commands_of_a_page_run(tmp_path, page, command):
-    """In a folder with the page's first block as train.py and model.py. Two ranks stand for the hosts of a probe."""
+    """In a folder with the page's first block as train.py and model.py. Two ranks stand for the hosts of a probe, and
+    127.0.0.1 for the address of this one."""
     for name in ("train.py", "model.py"):
         (tmp_path / name).write_text(with_given(SNIPPETS[page][0], set()))
     ranks = "torchrun --standalone --nproc-per-node 2 -m fusedcomm probe --seconds 5"
     script = (
         f'fusedcomm() {{ {sys.executable} -m fusedcomm "$@"; }}\n'
         f'torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}\n'
-        + re.sub(r"^torchrun .* -m fusedcomm probe", ranks, command)
+        + re.sub(r"^torchrun .* -m fusedcomm probe", ranks, command).replace("10.0.0.7", "127.0.0.1")
     )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
