@@ -23,8 +23,7 @@ PIPE_CLOSED = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that `argv` names and returns its exit status. None: the arguments of this process."""
     try:
-        given = sys.argv[1:] if argv is None else argv
-        args = _parser().parse_args(given, argparse.Namespace(given=given))
+        args = _parser().parse_args(argv)
         try:
             status = args.run(args)
             sys.stdout.flush()

@@ -72,12 +72,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse(args)
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
-    return carry_out(MembersJob(args, slots) if args.members or args.elastic else Job(args, slots))
-
-
-def carry_out(job: "Job | MembersJob") -> int:
-    """Starts the ranks of a job and waits for their end; whatever ends this process ends them. Returns the exit status,
-    as run() does."""
+    job = MembersJob(args, slots) if args.members or args.elastic else Job(args, slots)
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         return job.members() if isinstance(job, MembersJob) else job.fixed()
@@ -112,10 +107,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 class Job(Workers):
-    """Ranks whose number is fixed, of a script of Horovod's for example."""
-
-    reported: int | None = None
-    """Exit status of a rank that has said itself why it failed."""
+    """The ranks of a script of Horovod's."""
 
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
         super().__init__(args, slots)
@@ -140,8 +132,7 @@ class Job(Workers):
         while self.workers:
             for worker in self.ended():
                 if worker.process.returncode:
-                    if worker.process.returncode != self.reported:
-                        self.say(f"rank {worker.name} on {worker.host} {end_of(worker)}; the others are ended")
+                    self.say(f"rank {worker.name} on {worker.host} {end_of(worker)}; the others are ended")
                     return status_of(worker)
             time.sleep(POLL_S)
         return 0

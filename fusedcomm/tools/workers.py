@@ -79,9 +79,6 @@ class Workers:
             else what this host has.
     """
 
-    command = "run"
-    """Of fusedcomm, for messages."""
-
     def __init__(self, args: argparse.Namespace, slots: list[str], address: str | None = None) -> None:
         from fusedcomm.ranks.own_group import served_store
 
@@ -160,7 +157,7 @@ class Workers:
 
     def say(self, text: str) -> None:
         """Writes a line to stderr."""
-        print(f"fusedcomm {self.command}: {text}", file=sys.stderr, flush=True)
+        print(f"fusedcomm run: {text}", file=sys.stderr, flush=True)
 
 
 def opened(command: list[str], **options: Any) -> subprocess.Popen:

@@ -107,4 +107,4 @@ def _run(args: argparse.Namespace) -> int:
         accept=accept,
         caps_mb=tuple(dict.fromkeys(args.caps)),
     )
-    return launch(Options(settings, args.json, began, args.given))
+    return launch(Options(settings, args.json, began))
