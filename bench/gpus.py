@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,8 @@ from pathlib import Path
 import torch
 from lib import noop_hook
 from lib.common import Report, Row, run_command
+
+from fusedcomm.ranks.own_group import served_store
 
 BENCH = Path(__file__).resolve().parent
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
@@ -80,34 +81,30 @@ def links() -> dict[str, list[str]]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def environments(ranks: int, index: int) -> list[dict[str, str]]:
-    """What each process that this one starts has of its own. Under torchrun each of its workers starts one rank."""
+def environments(ranks: int, index: int, port: int) -> list[dict[str, str]]:
+    """What each process that this one starts has of its own. Under torchrun each of its workers starts one rank. port:
+    of a store that this process serves, for ranks that it starts itself."""
     if "RANK" in os.environ:
         port = str(int(os.environ["MASTER_PORT"]) + 1 + index)
         return [{"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}]
     rank_of = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [{**shared, "LOCAL_WORLD_SIZE": str(ranks), **own} for own in rank_of]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return [{**shared, **own} for own in rank_of]
 
 
 def run_part(
     arguments: argparse.Namespace, part: str, network: str, index: int, seconds: float, report: Report
 ) -> None:
     """Runs a part on new ranks, since NCCL reads its variables once. Adds its rows to the report."""
-    case = f"{network}/{part}"
+    case, store = f"{network}/{part}", served_store("127.0.0.1")  # no other program can take its port before a rank
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         settings = json.dumps({**vars(arguments), "part": part, "seconds": 0.7 * seconds})
         command = [sys.executable, str(BENCH / "_gpus_rank.py"), str(results), settings]
         processes = [
             subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **NETWORKS[network], **own})
-            for own in environments(arguments.ranks, index)
+            for own in environments(arguments.ranks, index, store.port)
         ]
         statuses = []
         try:
